@@ -1,0 +1,170 @@
+"""The cost of covgrpo beside verl's own grpo estimator, and the memory it takes.
+
+    python benchmarks/speed.py            prints the table
+    python benchmarks/speed.py --check    also exits with 1 where a promise is broken
+
+Times are ratios to verl's `compute_grpo_outcome_advantage` on the same batch: each measurement runs
+verl's function and ours right after one another, in changing order, and the ratio is taken pair by
+pair, so that a busy machine disturbs both. Memory is the peak of what torch allocates beyond the
+result, from its profiler, in units of one (B, T) float32 field.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ["VERL_USE_EXTERNAL_PLUGINS"] = "none"
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from verl_covgrpo import Rollout, build
+
+Run = Callable[[], Any]
+
+WEIGHTS_LIMIT = 0.6
+STAGE_LIMIT = 0.9
+MEMORY_LIMIT = 1.5
+
+
+def batch(size: int, columns: int, group: int, seed: int) -> dict[str, Any]:
+    """Return a ragged batch as verl's V1 trainer gives it: (B, T) float32, an int64 mask, uids."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths_B = torch.randint(1, columns + 1, (size,), generator=generator)
+    mask_BT = (torch.arange(columns) < lengths_B.unsqueeze(1)).long()
+    log_probs_BT = -torch.empty(size, columns).exponential_(2.0, generator=generator) * mask_BT
+    rewards_BT = torch.zeros(size, columns)
+    right_B = (torch.rand(size, generator=generator) < 0.5).float()
+    rewards_BT[torch.arange(size), lengths_B - 1] = right_B
+    uid = np.array([f"prompt-{row // group:08d}" for row in range(size)], dtype=object)
+    return {"mask": mask_BT, "log_probs": log_probs_BT, "rewards": rewards_BT, "uid": uid}
+
+
+def naive(data: dict[str, Any], advantages_BT: torch.Tensor) -> torch.Tensor:
+    """The formula as one writes it down, for the batch scope."""
+    mask_BT = data["mask"].bool()
+    A = advantages_BT[mask_BT].double()
+    log_probs = data["log_probs"][mask_BT].double()
+    c = (log_probs - log_probs.mean()) * (A - A.mean())
+    w = torch.exp(-c.square() / (2 * c.var(correction=0)))
+    weighted_BT = torch.zeros_like(advantages_BT)
+    weighted_BT[mask_BT] = (w / w.mean() * A).float()
+    return weighted_BT
+
+
+def rollout(data: dict[str, Any], base_B: torch.Tensor | None = None) -> Rollout:
+    return Rollout(
+        rewards=data["rewards"].sum(-1),
+        response_mask=data["mask"],
+        group=data["uid"],
+        old_log_probs=data["log_probs"],
+        base_advantages=base_B,
+    )
+
+
+def peak_fields(run: Run, result_bytes: int, field_bytes: int) -> float:
+    """Return the peak of what torch holds during a run, the result aside, in (B, T) fields."""
+    from torch.profiler import ProfilerActivity, profile
+
+    held, peak = 0, 0
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = run()
+    events = profiler.profiler.kineto_results.events()
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    del result
+    return (peak - result_bytes) / field_bytes
+
+
+def seconds(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def ratios(runs: dict[str, Run], yardstick: Run, pairs: int) -> dict[str, list[float]]:
+    """Return, for each run, its time over the yardstick's, pair by pair."""
+    for run in (yardstick, *runs.values()):
+        run()
+    measured: dict[str, list[float]] = {name: [] for name in runs}
+    for pair in range(pairs):
+        for name, run in runs.items():
+            if pair % 2:
+                ours, theirs = seconds(run), seconds(yardstick)
+            else:
+                theirs, ours = seconds(yardstick), seconds(run)
+            measured[name].append(ours / theirs)
+    return measured
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--responses", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=2048, help="longest response")
+    parser.add_argument("--group", type=int, default=8, help="responses to a prompt")
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--check", action="store_true", help="exit with 1 on a broken promise")
+    args = parser.parse_args()
+
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+    data = batch(args.responses, args.tokens, args.group, args.seed)
+
+    def verl_grpo() -> torch.Tensor:
+        return compute_grpo_outcome_advantage(data["rewards"], data["mask"], data["uid"])[0]
+
+    base_B = verl_grpo()[:, 0].clone()
+    base_BT = base_B.unsqueeze(1) * data["mask"]
+    ready = rollout(data, base_B)
+    methods = {scope: build("covgrpo", scope=scope) for scope in ("batch", "group")}
+    runs: dict[str, Run] = {
+        "weights alone, batch": lambda: methods["batch"](ready),
+        "weights alone, group": lambda: methods["group"](ready),
+        "whole stage, batch": lambda: methods["batch"](rollout(data)),
+        "whole stage, group": lambda: methods["group"](rollout(data)),
+        "naive formula, batch": lambda: naive(data, base_BT),
+    }
+    limits = {"weights alone": WEIGHTS_LIMIT, "whole stage": STAGE_LIMIT}
+    measured = ratios(runs, verl_grpo, args.pairs)
+    field_bytes = args.responses * args.tokens * 4
+
+    table = Table(title=f"{args.responses} responses of up to {args.tokens} tokens, {args.pairs} pairs")
+    for column in ("", "time / verl's grpo", "quartiles", "promise", "memory", "promise"):
+        table.add_column(column, justify="left" if not column else "right")
+    kept = True
+    for name, values in measured.items():
+        ratio = statistics.median(values)
+        low, _, high = statistics.quantiles(values, n=4)
+        limit = limits.get(name.split(",")[0])
+        fields = peak_fields(runs[name], field_bytes, field_bytes)
+        kept &= limit is None or (ratio <= limit and fields <= MEMORY_LIMIT)
+        table.add_row(
+            name,
+            f"{ratio:.2f}",
+            f"{low:.2f} to {high:.2f}",
+            f"{limit:.1f}" if limit else "",
+            f"{fields:.2f}",
+            f"{MEMORY_LIMIT:.1f}" if limit else "",
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"verl's grpo: {statistics.median(seconds(verl_grpo) for _ in range(5)) * 1e3:.0f} ms, "
+        f"{torch.get_num_threads()} threads. Memory: (B, T) float32 fields beyond the result."
+    )
+    return 1 if args.check and not kept else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Methods that change the policy loss: one file per paper, pure torch, no verl."""

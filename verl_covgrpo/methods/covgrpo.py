@@ -1,0 +1,335 @@
+"""covgrpo: covariance-aware GRPO (CW-GRPO), arXiv 2605.11538.
+
+Over the valid tokens of a scope, with l the log-prob of the sampled token and A its advantage:
+
+    c   = (l - mean l) (A - mean A)
+    w   = exp(-c^2 / (2 s^2)),     s the std of c
+    w~  = w N / sum(w),            N the tokens of the scope: the mean weight is 1
+    A'  = w~ A
+
+Where this comes from
+    [paper] The method has no hyper-parameter.
+    As described in secondary notes: all four lines above; each token counts once in every mean, the
+    kernel is centred at zero, ratio, clipping and KL stay as they are.
+    Our choice: the scope, since the notes allow both readings (`batch`, the default, or `group`, the
+    responses to one prompt); l is the log-prob under pi_old, equal to the current policy in the
+    paper's on-policy setting; s is the population std; every weight is 1 where A does not vary over
+    the scope's tokens (greatest == least), where s < 1e-12, or where the mean of w is below 1e-30
+    (all c lie so far from zero, measured in s, that float32 has no kernel left to compare).
+
+The std of c needs one pass over l when A is one number per response, as for grpo, with a_i = A_i -
+mean A, and l_i, m2_i the mean and the squared deviations of response i:
+
+    N s^2 = sum_i a_i^2 m2_i + n_i (a_i (l_i - mean l) - mean c)^2
+
+Shape suffixes: B responses, T columns, S scopes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from verl_covgrpo import stats
+from verl_covgrpo.registry import Method, register
+from verl_covgrpo.rollout import Reweighted, Rollout
+from verl_covgrpo.stats import RowMoments, Scopes
+
+Scope = Literal["batch", "group"]
+
+STD_FLOOR = 1e-12
+KERNEL_FLOOR = 1e-30
+SUPPRESSED = 0.1
+
+
+@register("covgrpo")
+@dataclass(frozen=True, kw_only=True)
+class CovGRPO(Method):
+    """Weight each token's advantage by how ordinary its covariance is.
+
+    Metrics
+        weight_std: std of the weights w~.
+        effective_share: (sum w~)^2 / (N sum w~^2), 1 where all weights are equal.
+        suppressed_share: tokens with w < 0.1, as a share of all.
+        covariance_std: s; for groups the mean over all tokens of their group's s.
+        high_covariance_share, low_covariance_share: tokens with c > 2 s and with c < -2 s.
+        positive_weight_mean, negative_weight_mean: mean w~ of the tokens with A > 0 and with A < 0;
+            1 where there are none.
+        tokens: valid tokens. seconds: the time taken.
+    """
+
+    needs = ("old_log_probs",)
+    adv_estimator = "covgrpo"
+
+    scope: Scope = "batch"
+    """What the moments are taken over: the whole batch, or each prompt's group."""
+
+    def reweight(self, rollout: Rollout) -> Reweighted:
+        """Return A' = w~ A."""
+        weighting = weigh(rollout, self.base_advantages(rollout), self.scope)
+        return Reweighted(
+            metrics=weighting.metrics(), advantages=weighting.weighted_advantages_()
+        )
+
+
+# --- the formula -----------------------------------------------------------------------------------
+
+
+def standardised_covariance(
+    l: torch.Tensor,  # noqa: E741
+    mean_l: torch.Tensor,
+    A: torch.Tensor,
+    mean_A: torch.Tensor,
+    inv_s: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return c / s = (l - mean l) (A - mean A) / s. Means and 1/s are (B, 1), A (B, 1) or (B, T)."""
+    deviation = torch.sub(l, mean_l, out=out)
+    return deviation.mul_(((A - mean_A) * inv_s).to(deviation.dtype))
+
+
+def kernel_(u: torch.Tensor) -> torch.Tensor:
+    """Turn u = c / s into w = exp(-u^2 / 2), in place."""
+    return u.square_().mul_(-0.5).exp_()
+
+
+# --- statistics of a rollout -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Covariance:
+    """What the formula needs of each scope, as float64."""
+
+    mean_l: torch.Tensor
+    """(S,)"""
+    mean_A: torch.Tensor
+    """(S,)"""
+    s: torch.Tensor
+    """(S,) 0 where A does not vary."""
+    inv_s: torch.Tensor
+    """(S,) 0 where every weight is 1."""
+
+
+def covariance_of(rollout: Rollout, A: torch.Tensor, scopes: Scopes) -> Covariance:
+    """Return the means of l and A and the std of c over each scope. A is (B, 1) or (B, T)."""
+    mask_BT, count_B, first_B = rollout.response_mask, rollout.lengths, rollout.first_token
+    l_BT = rollout.require("old_log_probs")
+    l_rows = stats.row_moments(l_BT, mask_BT, count_B, first_B)
+    mean_l_S = scopes.mean(l_rows)
+    if A.shape[1] == 1:
+        A_B = A.squeeze(1).double()
+        A_rows = RowMoments(l_rows.count, A_B, torch.zeros_like(A_B))
+        mean_A_S = scopes.mean(A_rows)
+        a_B = A_B - mean_A_S[scopes.index]
+        l_B = l_rows.mean - mean_l_S[scopes.index]
+        c_rows = RowMoments(l_rows.count, a_B * l_B, a_B.square() * l_rows.m2)
+        has_tokens_B = count_B > 0
+        low_B = torch.where(has_tokens_B, A_B, torch.inf)
+        high_B = torch.where(has_tokens_B, A_B, -torch.inf)
+    else:
+        A_rows = stats.row_moments(A, mask_BT, count_B, first_B)
+        mean_A_S = scopes.mean(A_rows)
+        c_rows = product_moments(rollout, A, mean_l_S[scopes.index], mean_A_S[scopes.index])
+        low_B, high_B = stats.row_extremes(A, mask_BT)
+    constant_S = scopes.constant(low_B, high_B)
+    s_S = torch.where(constant_S, 0.0, scopes.variance(c_rows).sqrt())
+    inv_s_S = torch.where(s_S < STD_FLOOR, 0.0, 1 / s_S)
+    return Covariance(mean_l_S, mean_A_S, s_S, inv_s_S)
+
+
+def product_moments(
+    rollout: Rollout, A_BT: torch.Tensor, mean_l_B: torch.Tensor, mean_A_B: torch.Tensor
+) -> RowMoments:
+    """Return the row moments of c where A varies within a response."""
+    mask_BT, first_B = rollout.response_mask, rollout.first_token
+    l_BT = rollout.require("old_log_probs")
+
+    def at_first(x_BT: torch.Tensor) -> torch.Tensor:
+        return stats.at_column(x_BT, first_B, rollout.lengths)
+
+    pivot_B = (at_first(l_BT) - mean_l_B) * (at_first(A_BT) - mean_A_B)
+    moments = stats.MomentsOfRows(rollout.lengths, pivot_B)
+
+    def add(chunks: Iterator[slice]) -> None:
+        l_buffer, A_buffer = (stats.scratch(l_BT, torch.float64) for _ in range(2))
+        for rows in chunks:
+            size = rows.stop - rows.start
+            c_rT = l_buffer[:size].copy_(l_BT[rows]).sub_(mean_l_B[rows, None])
+            c_rT.mul_(A_buffer[:size].copy_(A_BT[rows]).sub_(mean_A_B[rows, None]))
+            c_rT.sub_(moments.pivot[rows, None]).masked_fill_(~mask_BT[rows], 0.0)
+            moments.add(rows, c_rT)
+
+    stats.over_chunks(add, l_BT)
+    return moments.result()
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """The kernel of every token, and what it adds up to in each row, (B,) float64."""
+
+    rollout: Rollout
+    A: torch.Tensor
+    """(B, 1) or (B, T) base advantages."""
+    scopes: Scopes
+    covariance: Covariance
+    kernel: torch.Tensor
+    """(B, T) float32 w, 0 where the mask is 0."""
+    w: torch.Tensor
+    w_square: torch.Tensor
+    w_positive: torch.Tensor
+    """w of the tokens with A > 0."""
+    w_negative: torch.Tensor
+    positive: torch.Tensor
+    """Number of tokens with A > 0."""
+    negative: torch.Tensor
+    suppressed: int
+    """Tokens with w < 0.1 in the batch."""
+    high: int
+    """Tokens with c > 2 s in the batch."""
+    low: int
+
+    @property
+    def norm_S(self) -> torch.Tensor:
+        """(S,) N / sum(w), exactly 1 where every weight is 1."""
+        norm_S = self.scopes.add(self.rollout.lengths) / self.scopes.add(self.w)
+        return torch.where(self.covariance.inv_s > 0, norm_S, 1.0)
+
+    @property
+    def frozen_B4(self) -> torch.Tensor:
+        """(B, 4) float64 mean l, mean A, 1/s and N/sum(w) of each row's scope."""
+        c = self.covariance
+        return torch.stack((c.mean_l, c.mean_A, c.inv_s, self.norm_S), dim=1)[self.scopes.index]
+
+    def weighted_advantages_(self) -> torch.Tensor:
+        """Return A' = w~ A, (B, T) float32, in the memory of the kernel."""
+        norm_B1 = self.norm_S[self.scopes.index].unsqueeze(1)
+        mask_BT = self.rollout.response_mask
+
+        def multiply(chunks: Iterator[slice]) -> None:
+            for rows in chunks:
+                A = self.A[rows]
+                if A.shape[1] > 1:
+                    A = A.masked_fill(~mask_BT[rows], 0.0)
+                self.kernel[rows].mul_((norm_B1[rows] * A).float())
+
+        stats.over_chunks(multiply, self.kernel)
+        return self.kernel
+
+    def base_advantages_(self) -> torch.Tensor:
+        """Return A itself, (B, T) float32 and 0 where the mask is 0, in the memory of the kernel."""
+        mask_BT = self.rollout.response_mask
+
+        def fill(chunks: Iterator[slice]) -> None:
+            for rows in chunks:
+                self.kernel[rows].copy_(self.A[rows]).masked_fill_(~mask_BT[rows], 0.0)
+
+        stats.over_chunks(fill, self.kernel)
+        return self.kernel
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of `CovGRPO`, all but the time."""
+        tokens = int(self.rollout.lengths.sum())
+        count_B = self.rollout.lengths.double()
+        norm_B = self.norm_S[self.scopes.index]
+        mean = float((norm_B * self.w).sum()) / tokens
+        mean_square = float((norm_B.square() * self.w_square).sum()) / tokens
+
+        def mean_weight(w_B: torch.Tensor, count_B: torch.Tensor) -> float:
+            count = float(count_B.sum())
+            return float((norm_B * w_B).sum()) / count if count else 1.0
+
+        return {
+            "weight_std": max(mean_square - mean**2, 0.0) ** 0.5,
+            "effective_share": mean**2 / mean_square,
+            "suppressed_share": self.suppressed / tokens,
+            "covariance_std": float((count_B * self.covariance.s[self.scopes.index]).sum()) / tokens,
+            "high_covariance_share": self.high / tokens,
+            "low_covariance_share": self.low / tokens,
+            "positive_weight_mean": mean_weight(self.w_positive, self.positive),
+            "negative_weight_mean": mean_weight(self.w_negative, self.negative),
+            "tokens": float(tokens),
+        }
+
+
+def weigh(rollout: Rollout, base_advantages: torch.Tensor, scope: Scope) -> Weighting:
+    """Return the weighting of a rollout under base advantages of shape (B,) or (B, T)."""
+    if scope == "batch":
+        scopes = Scopes(torch.zeros_like(rollout.group_index), 1)
+    else:
+        scopes = Scopes(rollout.group_index, rollout.num_groups)
+    A = base_advantages
+    if A.ndim == 1:
+        A = torch.where(rollout.lengths > 0, A, 0).unsqueeze(1)
+    covariance = covariance_of(rollout, A, scopes)
+    weighting = apply_kernel(rollout, A, scopes, covariance)
+    vanished_S = scopes.add(weighting.w) < KERNEL_FLOOR * scopes.add(rollout.lengths)
+    if bool(vanished_S.any()):
+        inv_s_S = torch.where(vanished_S, 0.0, covariance.inv_s)
+        weighting = apply_kernel(rollout, A, scopes, replace(covariance, inv_s=inv_s_S))
+    return weighting
+
+
+def apply_kernel(
+    rollout: Rollout, A: torch.Tensor, scopes: Scopes, covariance: Covariance
+) -> Weighting:
+    """Compute w of every token, and what it adds up to. A is (B, 1) or (B, T)."""
+    l_BT, mask_BT, count_B = rollout.require("old_log_probs"), rollout.response_mask, rollout.lengths
+    mean_l_B1 = covariance.mean_l[scopes.index].unsqueeze(1)
+    mean_A_B1 = covariance.mean_A[scopes.index].unsqueeze(1)
+    inv_s_B1 = covariance.inv_s[scopes.index].unsqueeze(1)
+    w_B, norm_B, w_positive_B, w_negative_B, positive_B, negative_B = torch.zeros(
+        (6, len(count_B)), dtype=torch.float64, device=l_BT.device
+    )
+    kernel_BT = torch.empty(l_BT.shape, dtype=torch.float32, device=l_BT.device)
+
+    def add(chunks: Iterator[slice]) -> torch.Tensor:
+        suppressed, high, low = tails = torch.zeros(3, dtype=torch.int64, device=l_BT.device)
+        buffer = stats.scratch(l_BT, torch.float64)
+        for rows in chunks:
+            u_rT = kernel_BT[rows]
+            standardised_covariance(
+                l_BT[rows], mean_l_B1[rows], A[rows], mean_A_B1[rows], inv_s_B1[rows], out=u_rT
+            )
+            # An infinite u has the kernel 0, so that nothing below has to look at the mask.
+            u_rT.masked_fill_(~mask_BT[rows], -torch.inf)
+            high += torch.count_nonzero(u_rT > 2)
+            low += torch.count_nonzero(u_rT < -2)
+            kernel_rT = kernel_(u_rT)
+            suppressed += torch.count_nonzero(kernel_rT < SUPPRESSED)
+            w_rT = buffer[: len(kernel_rT)].copy_(kernel_rT)
+            torch.sum(w_rT, dim=1, out=w_B[rows])
+            torch.linalg.vector_norm(w_rT, dim=1, out=norm_B[rows])
+            if A.shape[1] > 1:
+                for sign_rT, w_sign_B, sign_B in (
+                    (A[rows] > 0, w_positive_B, positive_B),
+                    (A[rows] < 0, w_negative_B, negative_B),
+                ):
+                    w_sign_B[rows] = (w_rT * sign_rT).sum(dim=1)
+                    sign_B[rows] = (sign_rT & mask_BT[rows]).sum(dim=1).double()
+        return tails
+
+    suppressed, high, low = torch.stack(stats.over_chunks(add, l_BT)).sum(dim=0).tolist()
+    if A.shape[1] == 1:
+        is_positive_B, is_negative_B = A.squeeze(1) > 0, A.squeeze(1) < 0
+        w_positive_B, positive_B = w_B * is_positive_B, count_B * is_positive_B
+        w_negative_B, negative_B = w_B * is_negative_B, count_B * is_negative_B
+    masked = mask_BT.numel() - int(count_B.sum())
+    return Weighting(
+        rollout=rollout,
+        A=A,
+        scopes=scopes,
+        covariance=covariance,
+        kernel=kernel_BT,
+        w=w_B,
+        w_square=norm_B.square(),
+        w_positive=w_positive_B,
+        w_negative=w_negative_B,
+        positive=positive_B,
+        negative=negative_B,
+        suppressed=suppressed - masked,
+        high=high,
+        low=low - masked,
+    )

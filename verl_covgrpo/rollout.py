@@ -1,0 +1,273 @@
+"""What a method may look at (`Rollout`), and what it returns (`Reweighted`).
+
+Shape suffixes: B responses, T columns. A method never sees verl's batch, only this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_covgrpo import stats
+from verl_covgrpo.errors import MethodError
+
+_PROVIDED_BY = {
+    "old_log_probs": (
+        "verl's V1 trainer computes them: set algorithm.rollout_correction.bypass_mode=False"
+    ),
+    "ref_log_probs": (
+        "set actor_rollout_ref.actor.use_kl_loss=True (with kl_loss_coef=0 where no KL is wanted)"
+    ),
+    "entropy": (
+        "it comes with the old log-probs: set algorithm.rollout_correction.bypass_mode=False"
+    ),
+    "vocab_size": "the verl hook takes it from the model's hf_config",
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rollout:
+    """One whole batch of responses, checked when it is made.
+
+    Floating fields may be bfloat16, half, float32 or float64. Where the mask is 0 they may hold
+    anything, nan included. A group without any valid token is legal. Nothing is repaired.
+
+    Raises:
+        MethodError: shapes that disagree, a mask that is not boolean or 0/1, no valid token
+            anywhere, None or nan in `group`, nan or inf in a reward or at a valid position.
+    """
+
+    rewards: torch.Tensor
+    """(B,) summed token reward of each response."""
+    response_mask: torch.Tensor
+    """(B, T) boolean or 0/1: the valid tokens; boolean once the rollout is made."""
+    group: Any
+    """(B,) prompt ids, any hashable."""
+    scores: torch.Tensor | None = None
+    """(B,) raw score; the rewards where none is given."""
+    old_log_probs: torch.Tensor | None = None
+    """(B, T) log-prob of each token under the policy that is about to be updated, in nats."""
+    ref_log_probs: torch.Tensor | None = None
+    """(B, T) log-prob of each token under the reference policy, in nats."""
+    entropy: torch.Tensor | None = None
+    """(B, T) entropy of the full softmax, in nats."""
+    base_advantages: torch.Tensor | None = None
+    """(B, T) or (B,) advantages of a base that is not computed here."""
+    vocab_size: int | None = None
+    step: int = 0
+    progress: float = 0.0
+    """Share of the training steps already made, 0 to 1."""
+    epoch: int = 0
+    epochs: int = 1
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Named (B,) or (B, T) fields, e.g. a judge score."""
+    final_output: torch.Tensor | None = None
+    """(B,) row of the last output of each row's session; every row is its own where none is given."""
+
+    lengths: torch.Tensor = field(init=False, repr=False)
+    """(B,) int64 number of valid tokens of each row."""
+    group_index: torch.Tensor = field(init=False, repr=False)
+    """(B,) int64 code of each row's group, numbered in the order of first appearance."""
+    num_groups: int = field(init=False)
+    """Number of groups, those without a valid token included."""
+
+    def __post_init__(self) -> None:
+        mask_BT = torch.as_tensor(self.response_mask)
+        if mask_BT.ndim != 2:
+            raise MethodError(f"response_mask must be (B, T), but its shape is {_shape(mask_BT)}")
+        mask_BT, lengths_B = _boolean_mask(mask_BT)
+        if not bool(lengths_B.any()):
+            raise MethodError(
+                "response_mask has no valid token anywhere: there is nothing to learn from; check "
+                "that the mask marks response tokens with 1"
+            )
+        self._set(response_mask=mask_BT, lengths=lengths_B)
+
+        self._set(rewards=self._per_response("rewards", self.rewards))
+        scores = self.rewards if self.scores is None else self.scores
+        self._set(scores=self._per_response("scores", scores))
+        for name in ("old_log_probs", "ref_log_probs", "entropy"):
+            if getattr(self, name) is not None:
+                self._set(**{name: self._field(name, getattr(self, name), ndims=(2,))})
+        if self.base_advantages is not None:
+            self._set(base_advantages=self._field("base_advantages", self.base_advantages))
+        extras = {
+            name: self._field(f"extras[{name!r}]", value) for name, value in self.extras.items()
+        }
+        self._set(extras=extras)
+
+        group_index_B, num_groups = _group_codes(self.group, self.rewards.shape[0])
+        self._set(group_index=group_index_B.to(mask_BT.device), num_groups=num_groups)
+        if self.final_output is not None:
+            self._set(final_output=self._checked_final_output(self.final_output))
+
+    @cached_property
+    def first_token(self) -> torch.Tensor:
+        """(B,) int64 column of each row's first valid token; 0 where it has none."""
+        return stats.first_valid(self.response_mask)
+
+    @cached_property
+    def sessions(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of the last outputs, (S,), and each row's session, (B,).
+
+        Sessions are numbered in the order in which they first appear.
+        """
+        size = self.rewards.shape[0]
+        final = range(size) if self.final_output is None else self.final_output.tolist()
+        session_B, final_rows = _codes(final)
+        device = self.rewards.device
+        return torch.tensor(final_rows, device=device), session_B.to(device)
+
+    def require(self, name: str) -> torch.Tensor:
+        """Return a field.
+
+        Raises:
+            MethodError: the rollout lacks it; names the setting of verl that provides it.
+        """
+        value = getattr(self, name, None)
+        if value is None:
+            hint = _PROVIDED_BY.get(name, "pass it to the Rollout")
+            raise MethodError(f"this method needs {name}, which the rollout lacks: {hint}")
+        return value
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _per_response(self, name: str, value: Any) -> torch.Tensor:
+        """Check a (B,) field that counts for every row, also for rows without a valid token."""
+        value_B = torch.as_tensor(value).detach()
+        self._check_shape(name, value_B, ndims=(1,))
+        if not value_B.is_floating_point():
+            return value_B.to(torch.get_default_dtype())
+        if not bool(value_B.isfinite().all()):
+            row = int(value_B.isfinite().logical_not().nonzero()[0])
+            raise MethodError(f"{name} has {float(value_B[row])} in row {row}; it must be finite")
+        return value_B
+
+    def _field(self, name: str, value: Any, ndims: tuple[int, ...] = (1, 2)) -> torch.Tensor:
+        """Check a (B,) or (B, T) field, whose values must be finite where there are tokens."""
+        try:
+            value = torch.as_tensor(value).detach()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise MethodError(f"{name} is not numeric: {error}") from error
+        self._check_shape(name, value, ndims)
+        where = _first_not_finite(value, self.response_mask, self.lengths)
+        if where is not None:
+            place = f"row {where[0]}" + (f", column {where[1]}" if len(where) == 2 else "")
+            raise MethodError(
+                f"{name} has {float(value[where])} at {place}, which holds a valid token; "
+                "it must be finite there"
+            )
+        return value
+
+    def _check_shape(self, name: str, value: torch.Tensor, ndims: tuple[int, ...]) -> None:
+        shape = tuple(self.response_mask.shape)
+        if value.ndim not in ndims or tuple(value.shape) != shape[: value.ndim]:
+            expected = " or ".join("(B,)" if ndim == 1 else "(B, T)" for ndim in ndims)
+            raise MethodError(
+                f"{name} must be {expected}, but its shape is {_shape(value)} while the shape of "
+                f"response_mask is {shape}"
+            )
+
+    def _checked_final_output(self, value: Any) -> torch.Tensor:
+        final_B = torch.as_tensor(value)
+        self._check_shape("final_output", final_B, ndims=(1,))
+        size = final_B.shape[0]
+        if final_B.is_floating_point() or not bool(((final_B >= 0) & (final_B < size)).all()):
+            raise MethodError(f"final_output must hold row numbers from 0 to {size - 1}")
+        final_B = final_B.to(torch.int64)
+        wrong = (final_B[final_B] != final_B) | (self.group_index[final_B] != self.group_index)
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            raise MethodError(
+                f"final_output of row {row} is row {int(final_B[row])}, which is no last output of "
+                "the same group: a last output names itself and shares the group of its rows"
+            )
+        return final_B
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Reweighted:
+    """What a method returns."""
+
+    advantages: torch.Tensor
+    """(B, T) float32, 0 where the mask is 0."""
+    metrics: dict[str, float]
+    """The same keys at every call of a method, always finite."""
+    loss_fields: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Fields that a registered loss needs later; their first dimension is B."""
+
+
+def _shape(value: torch.Tensor) -> tuple[int, ...]:
+    return tuple(value.shape)
+
+
+def _boolean_mask(mask_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mask as bool, (B, T), and the number of valid tokens of each row, (B,)."""
+    if mask_BT.dtype == torch.bool:
+        return mask_BT, stats.row_counts(mask_BT)
+    bool_BT = torch.empty_like(mask_BT, dtype=torch.bool)
+    lengths_B = torch.empty(mask_BT.shape[0], dtype=torch.int64, device=mask_BT.device)
+
+    def convert(chunks: Iterator[slice]) -> None:
+        for rows in chunks:
+            bool_rT = torch.ne(mask_BT[rows], 0, out=bool_BT[rows])
+            lengths_B[rows] = torch.count_nonzero(bool_rT, dim=1)
+            wrong_rT = mask_BT[rows] != bool_rT
+            if bool(wrong_rT.any()):
+                row, column = (int(i) for i in wrong_rT.nonzero()[0])
+                row += rows.start
+                raise MethodError(
+                    f"response_mask must be boolean or 0/1, but has {mask_BT[row, column].item()} "
+                    f"at row {row}, column {column}"
+                )
+
+    stats.over_chunks(convert, mask_BT)
+    return bool_BT, lengths_B
+
+
+def _first_not_finite(
+    value: torch.Tensor, mask_BT: torch.Tensor, lengths_B: torch.Tensor
+) -> tuple[int, ...] | None:
+    """Return the index of the first nan or inf at a valid position; None where there is none."""
+    # One number tells whether to look closer, without a temporary of the field's size.
+    if not value.is_floating_point() or bool(value.sum().isfinite()):
+        return None
+    if value.ndim == 1:
+        wrong = (lengths_B > 0) & ~value.isfinite()
+        return (int(wrong.nonzero()[0]),) if bool(wrong.any()) else None
+    for rows in stats.row_chunks(value):
+        wrong = mask_BT[rows] & ~value[rows].isfinite()
+        if bool(wrong.any()):
+            row, column = (int(i) for i in wrong.nonzero()[0])
+            return rows.start + row, column
+    return None
+
+
+def _group_codes(group: Any, size: int) -> tuple[torch.Tensor, int]:
+    """Return the (B,) codes of the groups, in the order of first appearance, and their number."""
+    ids = group.tolist() if isinstance(group, torch.Tensor | np.ndarray) else list(group)
+    if len(ids) != size:
+        raise MethodError(f"group has {len(ids)} entries, but rewards has {size}")
+    try:
+        codes_B, prompts = _codes(ids)
+    except TypeError as error:
+        raise MethodError(f"group must hold hashable prompt ids: {error}") from error
+    for code, prompt in enumerate(prompts):
+        if prompt is None or prompt != prompt:
+            row = int((codes_B == code).nonzero()[0])
+            raise MethodError(f"group has {prompt} in row {row}; every row needs a prompt id")
+    return codes_B, len(prompts)
+
+
+def _codes(ids: Iterable[Any]) -> tuple[torch.Tensor, list[Any]]:
+    """Number the distinct ids in the order of first appearance: (B,) int64, and those ids."""
+    code: dict[Any, int] = {}
+    codes_B = torch.tensor([code.setdefault(i, len(code)) for i in ids], dtype=torch.int64)
+    return codes_B, list(code)

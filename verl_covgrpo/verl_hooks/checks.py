@@ -1,0 +1,180 @@
+"""Refuses an impossible selection in the driver, before Ray starts: one line, and what mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_covgrpo import registry
+from verl_covgrpo.errors import MethodError, did_you_mean
+from verl_covgrpo.registry import Method
+from verl_covgrpo.seams import replace_function, require_all
+from verl_covgrpo.verl_hooks import base, selection
+from verl_covgrpo.verl_hooks.selection import MARKER, policy_loss_config
+
+ESTIMATOR = "algorithm.adv_estimator"
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+
+
+def check(config: DictConfig, use_reference_policy: bool) -> None:
+    """Check a launch as far as our methods are concerned.
+
+    Args:
+        config: verl's whole configuration.
+        use_reference_policy: what verl derived from it.
+
+    Raises:
+        MethodError: the first thing found wrong, and the setting that mends it.
+    """
+    _check_marker(config)
+    _check_names(config)
+    selected = selection.selection(config)
+    _check_sections(config, selected)
+    if not selected:
+        return
+    _check_single_form(selected)
+    for method in selected.methods:
+        _check_trainer(config, method, use_reference_policy)
+        instance = selection.build(method, config)
+        if not selection.loss_only(method):
+            base.check(instance.base, f"{selection.section(method)}.base")
+    require_all()
+
+
+def _check_marker(config: DictConfig) -> None:
+    """A command-line value beats a method's YAML in any order; the YAML's marker tells."""
+    marker = config.algorithm.get(MARKER)
+    if marker is None:
+        return
+    method = registry.get(str(marker))
+    for setting, wanted, found in (
+        (ESTIMATOR, method.adv_estimator, str(config.algorithm.adv_estimator)),
+        (LOSS, method.loss_mode, str(policy_loss_config(config).get("loss_mode"))),
+    ):
+        if wanted is not None and found != wanted:
+            raise MethodError(
+                f"+method={marker} sets {setting}={wanted}, but this launch sets {setting}={found}, "
+                f"which beats it: delete {setting}={found}"
+            )
+
+
+def _check_names(config: DictConfig) -> None:
+    """A name close to one of ours and unknown to verl is a slip; any other is left to verl."""
+    from verl.trainer.ppo import core_algos
+
+    methods = [registry.get(name) for name in registry.names()]
+    for setting, found, known, ours in (
+        (
+            ESTIMATOR,
+            str(config.algorithm.adv_estimator),
+            core_algos.ADV_ESTIMATOR_REGISTRY,
+            [m.adv_estimator for m in methods if m.adv_estimator],
+        ),
+        (
+            LOSS,
+            str(policy_loss_config(config).get("loss_mode")),
+            core_algos.POLICY_LOSS_REGISTRY,
+            [m.loss_mode for m in methods if m.loss_mode],
+        ),
+    ):
+        if found not in known and found not in ours and (hint := did_you_mean(found, ours)):
+            raise MethodError(f"{setting}={found} is unknown{hint}")
+
+
+def _check_sections(config: DictConfig, selected: selection.Selection) -> None:
+    """Parameters of a method that nothing selects would be ignored."""
+    verls = set(OmegaConf.to_container(config.algorithm, resolve=False)) - {MARKER}  # type: ignore[arg-type]
+    sections = [m for m in map(registry.get, registry.names()) if not selection.loss_only(m)]
+    names = [method.name for method in sections]
+    for method in sections:
+        if method.name in config.algorithm and method not in selected.methods:
+            raise MethodError(
+                f"{selection.section(method)} is set, but nothing selects {method.name}: add "
+                f"+method={method.name}, or delete it"
+            )
+    for key in verls - set(names) - _algorithm_keys():
+        if OmegaConf.is_dict(config.algorithm[key]) and (hint := did_you_mean(str(key), names)):
+            raise MethodError(f"algorithm.{key} is unknown{hint}")
+    loss = policy_loss_config(config)
+    for method in map(registry.get, registry.names()):
+        if not selection.loss_only(method):
+            continue
+        target = f"verl_covgrpo.verl_hooks.loss_config.{method.name}"
+        given = [key for key in selection.parameters(method) if key in loss]
+        if given and loss.get("_target_") != target:
+            raise MethodError(
+                f"{selection.section(method)}.{given[0]} is a parameter of {method.name}: add "
+                f"+method={method.name}, or set {selection.section(method)}._target_={target}"
+            )
+        if loss.get("_target_") == target:
+            known = _policy_loss_keys() | set(selection.parameters(method)) | {"_target_"}
+            for key in set(loss) - known:
+                raise MethodError(
+                    f"{selection.section(method)}.{key} is unknown"
+                    f"{did_you_mean(str(key), selection.parameters(method))}"
+                )
+
+
+def _algorithm_keys() -> set[str]:
+    from verl.trainer.config import AlgoConfig
+
+    return set(AlgoConfig.__dataclass_fields__)
+
+
+def _policy_loss_keys() -> set[str]:
+    from verl.workers.config import PolicyLossConfig
+
+    return set(PolicyLossConfig.__dataclass_fields__)
+
+
+def _check_single_form(selected: selection.Selection) -> None:
+    estimator, loss = selected.estimator, selected.loss
+    if estimator is None or loss is None or estimator is loss:
+        return
+    if estimator.adv_estimator == loss.loss_mode:
+        raise MethodError(
+            f"{ESTIMATOR}={estimator.adv_estimator} and {LOSS}={loss.loss_mode} together would weight "
+            f"every token twice: keep one of them (for the loss, {ESTIMATOR}=grpo)"
+        )
+
+
+def _check_trainer(config: DictConfig, method: type[Method], use_reference_policy: bool) -> None:
+    if not config.trainer.get("use_v1", True):
+        raise MethodError(
+            f"{method.name} needs the V1 trainer, which hands over the whole batch: set "
+            "trainer.use_v1=True"
+        )
+    correction = config.algorithm.get("rollout_correction") or {}
+    if correction.get("bypass_mode", False) and {"old_log_probs", "entropy"} & set(method.needs):
+        raise MethodError(
+            f"{method.name} needs the trainer's own log-probs, which bypass mode replaces by the "
+            "rollout's: set algorithm.rollout_correction.bypass_mode=False"
+        )
+    if "ref_log_probs" in method.needs and not use_reference_policy:
+        raise MethodError(
+            f"{method.name} needs a reference policy: set "
+            "actor_rollout_ref.actor.use_kl_loss=True (and kl_loss_coef=0 where no KL is wanted)"
+        )
+
+
+def _wrap_validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    def validate_config(config: DictConfig, use_reference_policy: bool, use_critic: bool) -> Any:
+        try:
+            check(config, use_reference_policy)
+        except MethodError as error:
+            # SystemExit: Hydra prints a traceback around anything else.
+            raise SystemExit(f"verl-covgrpo: {error}") from None
+        return original(config, use_reference_policy, use_critic)
+
+    return validate_config
+
+
+def install() -> None:
+    replace_function(
+        "verl.utils.config",
+        "validate_config",
+        _wrap_validate_config,
+        parameters=("config", "use_reference_policy", "use_critic"),
+    )

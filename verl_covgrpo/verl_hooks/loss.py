@@ -1,0 +1,110 @@
+"""The loss hook: makes what a method froze for the whole batch available to a loss in the workers.
+
+verl hands a registered policy loss only log-probs, advantages and mask. The frozen fields travel with
+the batch; the hook holds the micro-batch's data while verl's own `ppo_loss` runs, and the registered
+function reads them from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+import torch
+from wrapt import when_imported
+
+from verl_covgrpo import registry
+from verl_covgrpo.errors import MethodError
+from verl_covgrpo.registry import Method
+from verl_covgrpo.seams import SEAMS, replace_function
+from verl_covgrpo.verl_hooks.advantage import ELSEWHERE
+
+_DATA: ContextVar[Any] = ContextVar("verl_covgrpo_micro_batch", default=None)
+
+
+class FrozenFields:
+    """The fields of the current micro-batch by name, padded like the log-probs."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        data = _DATA.get()
+        if data is None or name not in data.keys():
+            raise MethodError(f"the policy loss {self.method} {ELSEWHERE}")
+        value = data[name]
+        return value.to_padded_tensor(0.0) if value.is_nested else value
+
+
+def policy_loss(method: type[Method]) -> Callable[..., tuple[torch.Tensor, dict[str, Any]]]:
+    """Return the function that verl's registry holds: verl's vanilla loss, the advantage weighted."""
+    instance = registry.build(method.name)
+    fields = FrozenFields(str(method.loss_mode))
+
+    def compute(
+        old_log_prob: torch.Tensor,
+        log_prob: torch.Tensor,
+        advantages: torch.Tensor,
+        response_mask: torch.Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+        weights_BT = instance.advantage_weights(  # type: ignore[attr-defined]
+            log_prob.detach(), advantages, response_mask, fields
+        )
+        loss, metrics = get_policy_loss_fn("vanilla")(
+            old_log_prob=old_log_prob,
+            log_prob=log_prob,
+            advantages=advantages * weights_BT,
+            response_mask=response_mask,
+            loss_agg_mode=loss_agg_mode,
+            config=config,
+            rollout_is_weights=rollout_is_weights,
+        )
+        mask_BT = response_mask.bool()
+        tokens = mask_BT.sum().clamp(min=1)
+        weight = torch.where(mask_BT, weights_BT, 0.0).sum() / tokens
+        return loss, {**metrics, f"actor/{method.loss_mode}_loss_weight": weight.item()}
+
+    compute.__name__ = compute.__qualname__ = f"compute_policy_loss_{method.loss_mode}"
+    return compute
+
+
+def _wrap_ppo_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        token = _DATA.set(data)
+        try:
+            return original(config, model_output, data, dp_group=dp_group)
+        finally:
+            _DATA.reset(token)
+
+    return ppo_loss
+
+
+def _register(core_algos: ModuleType) -> None:
+    """Put the losses into verl's registry; verl would overwrite a namesake without a word."""
+    for name in registry.names():
+        method = registry.get(name)
+        if method.loss_mode is None:
+            continue
+        taken = core_algos.POLICY_LOSS_REGISTRY.get(method.loss_mode)
+        if taken is not None:
+            seam = SEAMS["verl.workers.utils.losses.ppo_loss"]
+            seam.error = f"another loss is registered as {method.loss_mode!r} ({taken.__module__})"
+            continue
+        core_algos.register_policy_loss(method.loss_mode)(policy_loss(method))
+
+
+def install() -> None:
+    replace_function(
+        "verl.workers.utils.losses",
+        "ppo_loss",
+        _wrap_ppo_loss,
+        parameters=("config", "model_output", "data", "dp_group"),
+    )
+    when_imported("verl.trainer.ppo.core_algos")(_register)
