@@ -72,7 +72,7 @@ class CovGRPO(Method):
         """Return A' = w~ A."""
         weighting = weigh(rollout, self.base_advantages(rollout), self.scope)
         return Reweighted(
-            metrics=weighting.metrics(), advantages=weighting.weighted_advantages()
+            metrics=weighting.metrics(), advantages=weighting.weighted_advantages_()
         )
 
 
@@ -177,8 +177,8 @@ class Weighting:
     """(B, 1) or (B, T) base advantages."""
     scopes: Scopes
     covariance: Covariance
-    kernel: list[torch.Tensor]
-    """(r, w) float32 w of each chunk, 0 where the mask is 0."""
+    kernel: torch.Tensor
+    """(B, T) float32 w, 0 where the mask is 0."""
     w: torch.Tensor
     w_square: torch.Tensor
     w_positive: torch.Tensor
@@ -205,19 +205,20 @@ class Weighting:
         c = self.covariance
         return torch.stack((c.mean_l, c.mean_A, c.inv_s, self.norm_S), dim=1)[self.scopes.index]
 
-    def weighted_advantages(self) -> torch.Tensor:
-        """Return A' = w~ A, (B, T) float32; uses up the kernel."""
+    def weighted_advantages_(self) -> torch.Tensor:
+        """Return A' = w~ A, (B, T) float32, in the memory of the kernel."""
         norm_B1 = self.norm_S[self.scopes.index].unsqueeze(1)
         tokens = self.rollout.tokens
-        weighted_BT = torch.zeros(tokens.mask.shape, device=tokens.mask.device)
 
-        for chunk, kernel_rw in zip(tokens.chunks, self.kernel, strict=True):
+        def multiply(chunk: Chunk) -> None:
             A = chunk.take(self.A)
             if A.shape[1] > 1:
                 A.masked_fill_(~chunk.take(tokens.mask), 0.0)
-            kernel_rw.mul_((norm_B1[chunk.rows] * A).float())
-            chunk.put(kernel_rw, weighted_BT)
-        return weighted_BT
+            weights_A = (norm_B1[chunk.rows] * A).float()
+            chunk.put(chunk.take(self.kernel).mul_(weights_A), self.kernel)
+
+        tokens.map(multiply)
+        return self.kernel
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of `CovGRPO`, all but the time."""
@@ -275,7 +276,9 @@ def apply_kernel(
         (6, len(count_B)), dtype=torch.float64, device=l_BT.device
     )
 
-    def add(chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+    kernel_BT = stats.zeros(l_BT.shape, l_BT.device)
+
+    def add(chunk: Chunk) -> torch.Tensor:
         rows, mask_rw, A_rw = chunk.rows, chunk.take(tokens.mask), chunk.take(A)
         u_rw = standardised_covariance(
             chunk.take(l_BT), mean_l_B1[rows], A_rw, mean_A_B1[rows], inv_s_B1[rows]
@@ -287,6 +290,7 @@ def apply_kernel(
         low = torch.lt(u_rw, -2.0, out=flags_rw).sum()
         kernel_rw = kernel_(u_rw)
         suppressed = torch.lt(kernel_rw, SUPPRESSED, out=flags_rw).sum()
+        chunk.put(kernel_rw, kernel_BT)
         w_rw = kernel_rw.double()
         w_B[rows] = w_rw.sum(dim=1)
         norm_B[rows] = torch.linalg.vector_norm(w_rw, dim=1)
@@ -298,10 +302,9 @@ def apply_kernel(
                 w_sign_B[rows] = (w_rw * sign_rw).sum(dim=1)
                 sign_B[rows] = (sign_rw & mask_rw).sum(dim=1).double()
         masked = mask_rw.numel() - tokens.count[rows].sum()
-        return kernel_rw, torch.stack((suppressed - masked, high, low - masked))
+        return torch.stack((suppressed - masked, high, low - masked)).double()
 
-    kernel, tails = zip(*tokens.map(add), strict=True)
-    suppressed, high, low = (int(count) for count in torch.stack(tails).double().sum(dim=0))
+    suppressed, high, low = (int(n) for n in torch.stack(tokens.map(add)).sum(dim=0))
     if A.shape[1] == 1:
         is_positive_B, is_negative_B = A.squeeze(1) > 0, A.squeeze(1) < 0
         w_positive_B, positive_B = w_B * is_positive_B, count_B * is_positive_B
@@ -311,7 +314,7 @@ def apply_kernel(
         A=A,
         scopes=scopes,
         covariance=covariance,
-        kernel=list(kernel),
+        kernel=kernel_BT,
         w=w_B,
         w_square=norm_B.square(),
         w_positive=w_positive_B,

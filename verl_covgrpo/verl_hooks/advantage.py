@@ -164,7 +164,7 @@ def _freeze_for_loss(trainer: Any, batch: Any, method: Method) -> Reweighted:
     rollout = Rollout(
         rewards=data["rm_scores"].sum(dim=-1),
         response_mask=data["response_mask"],
-        group=data["uid"].tolist(),
+        group=list(data["uid"]),
         base_advantages=data["advantages"],
         **fields,
     )
