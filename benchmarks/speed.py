@@ -139,7 +139,8 @@ def main() -> int:
     measured = ratios(runs, verl_grpo, args.pairs)
     field_bytes = args.responses * args.tokens * 4
 
-    table = Table(title=f"{args.responses} responses of up to {args.tokens} tokens, {args.pairs} pairs")
+    shape = f"{args.responses} responses of up to {args.tokens} tokens"
+    table = Table(title=f"{shape}, {args.pairs} pairs")
     for column in ("", "time / verl's grpo", "quartiles", "promise", "memory", "promise"):
         table.add_column(column, justify="left" if not column else "right")
     kept = True

@@ -67,7 +67,7 @@ def _std(rewards_KG: torch.Tensor, mean_K1: torch.Tensor) -> torch.Tensor:
     `sum` adds up in another order; `cumsum` adds one term after the other.
     """
     size = rewards_KG.shape[1]
-    if size > _LONGEST_SERIAL or rewards_KG.dtype not in (torch.float32, torch.float64):
+    if size > _LONGEST_SERIAL or rewards_KG.dtype != torch.float32:
         return torch.stack([row.std() for row in rewards_KG]).unsqueeze(1)
     squares_KG = (rewards_KG.double() - mean_K1.double()).square()
     variance_K1 = squares_KG.cumsum(dim=1)[:, -1:] / (size - 1)

@@ -1,7 +1,7 @@
 """Name -> method: its parameters, the fields it needs, and the settings of verl it occupies.
 
-A method is one file in `verl_covgrpo.methods` (it reweights advantages) or `verl_covgrpo.losses` (it
-changes the policy loss). The file defines a frozen dataclass, registered under its name:
+A method is one file in `verl_covgrpo.methods` (it reweights advantages) or `verl_covgrpo.losses`
+(it changes the policy loss). The file defines a frozen dataclass, registered under its name:
 
     @register("halve")
     @dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,9 @@ class Method:
     needs: ClassVar[tuple[str, ...]] = ()
     """The optional `Rollout` fields the method reads."""
     adv_estimator: ClassVar[str | None] = None
-    """The value of `algorithm.adv_estimator` that selects the method; None where it leaves it alone."""
+    """The value of `algorithm.adv_estimator` that selects the method; None where it has none."""
     loss_mode: ClassVar[str | None] = None
-    """The value of `policy_loss.loss_mode` that selects it; None where it leaves the loss alone."""
+    """The value of `policy_loss.loss_mode` that selects the method; None where it has none."""
     memory: ClassVar[bool] = False
     """Whether `state_dict` has to be saved with a checkpoint."""
 

@@ -67,7 +67,7 @@ class Rollout:
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Named (B,) or (B, T) fields, e.g. a judge score."""
     final_output: torch.Tensor | None = None
-    """(B,) row of the last output of each row's session; every row is its own where none is given."""
+    """(B,) row of the last output of each row's session; None where every row is its own."""
 
     tokens: stats.Tokens = field(init=False, repr=False)
     """Where the valid tokens are."""

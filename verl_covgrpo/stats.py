@@ -2,30 +2,32 @@
 
 Everything runs over chunks of rows that stay in the processor's cache, never over groups or tokens,
 and is accumulated in float64. A chunk holds rows that end at about the same column, so that little
-time goes into padding. Shape suffixes: B rows, T columns, r rows and w columns of a chunk, S scopes.
+time goes into padding.
+
+Shape suffixes: B rows, T columns, r rows and w columns of a chunk, S scopes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 import torch
 
-CHUNK_ELEMENTS = 1 << 18
-"""Elements of a chunk: 1 MB in float32."""
+CHUNK_ELEMENTS = 1 << 17
+"""Elements of a chunk: 0.5 MB in float32."""
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Let torch run on the calling thread alone.
 
-    An operation on a chunk is too short to be worth sharing: where other processes keep a core busy,
-    waiting for the other threads after each operation takes many times longer than the operation.
+    An operation on a chunk is too short to be worth sharing: where other processes keep a core
+    busy, waiting for the other threads after each of them takes many times longer than the work.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -35,11 +37,29 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def zeros(shape: torch.Size, device: torch.device) -> torch.Tensor:
-    """Return float32 zeros; on a CPU their memory is only touched where it is written to."""
-    if device.type == "cpu":
-        return torch.from_numpy(np.zeros(shape, dtype=np.float32))
-    return torch.zeros(shape, device=device)
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros; on a CPU in huge pages that are only touched where they are written to."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    item = torch.empty((), dtype=dtype).element_size()
+    return torch.from_numpy(np.zeros(math.prod(shape) * item, np.uint8)).view(dtype).view(shape)
+
+
+class Scratch:
+    """Memory for one chunk at a time; new memory for each would take longer than the arithmetic."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._flat = torch.empty(0, dtype=dtype, device=device)
+
+    def like(self, x_rw: torch.Tensor) -> torch.Tensor:
+        """Return uninitialised memory of the shape of `x_rw`; what was there before is gone."""
+        if self._flat.numel() < x_rw.numel():
+            self._flat = self._flat.new_empty(x_rw.numel())
+        return self._flat[: x_rw.numel()].view(x_rw.shape)
+
+    def copy(self, x_rw: torch.Tensor) -> torch.Tensor:
+        """Return a copy of `x_rw` in the dtype of the scratch."""
+        return self.like(x_rw).copy_(x_rw)
 
 
 def row_slices(x_BT: torch.Tensor, elements: int = CHUNK_ELEMENTS) -> list[slice]:
@@ -99,9 +119,19 @@ class Tokens:
             start = stop
         return chunks
 
-    def map(self, work: Callable[[Chunk], _Result]) -> list[_Result]:
-        """Return `work` of every chunk, in order. It may write to the rows of its chunk."""
-        return [work(chunk) for chunk in self.chunks]
+    def pack(self, x_BT: torch.Tensor) -> list[torch.Tensor]:
+        """Return a copy of every chunk, (r, w) float32, or float64 where `x_BT` is."""
+        dtype = torch.promote_types(x_BT.dtype, torch.float32)
+        sizes = [len(chunk.rows) * chunk.width for chunk in self.chunks]
+        memory = zeros((sum(sizes),), dtype, x_BT.device).split(sizes)
+        packed = []
+        for chunk, part in zip(self.chunks, memory, strict=True):
+            packed.append(part.view(-1, chunk.width))
+            if x_BT.dtype == dtype:
+                torch.index_select(x_BT[:, : chunk.width], 0, chunk.rows, out=packed[-1])
+            else:
+                packed[-1].copy_(chunk.take(x_BT))
+        return packed
 
     def at_first(self, x_BT: torch.Tensor) -> torch.Tensor:
         """Return the value at each row's first valid token, (B,) float64; 0 where there is none."""
@@ -120,17 +150,18 @@ def tokens_of(mask_BT: torch.Tensor) -> Tokens:
     exact = torch.float32 if columns < 1 << 24 else torch.float64
     positions_T = torch.arange(1, columns + 1, dtype=exact, device=mask_BT.device)
     is_bool = mask_BT.dtype == torch.bool
-    bool_BT = mask_BT if is_bool else torch.empty_like(mask_BT, dtype=torch.bool)
+    bool_BT = mask_BT if is_bool else zeros(mask_BT.shape, torch.bool, mask_BT.device)
     count_B = torch.zeros(size, dtype=torch.int64, device=mask_BT.device)
     end_B = torch.zeros_like(count_B)
+    ones = Scratch(exact, mask_BT.device)
     for rows in row_slices(mask_BT, CHUNK_ELEMENTS // 4) if columns else []:
-        mask_rT = mask_BT[rows]
-        ones_rT = mask_rT.view(torch.uint8).to(exact) if is_bool else mask_rT.to(exact)
-        count_r = ones_rT.sum(dim=1)
         if not is_bool:
-            torch.ne(mask_rT, 0, out=bool_BT[rows])
-            _check_zero_one(mask_rT, bool_BT[rows], ones_rT, count_r, rows.start)
-        count_B[rows] = count_r.long()
+            bool_BT[rows] = mask_BT[rows]
+        ones_rT = ones.copy(bool_BT[rows].view(torch.uint8))
+        count_r = ones_rT.sum(dim=1).long()
+        if not is_bool:
+            _check_zero_one(mask_BT[rows], bool_BT[rows], int(count_r.sum()), rows.start)
+        count_B[rows] = count_r
         end_B[rows] = ones_rT.mul_(positions_T).amax(dim=1).long()
     return Tokens(bool_BT, count_B, end_B)
 
@@ -142,17 +173,10 @@ class NotBoolean(ValueError):  # noqa: N818
         super().__init__(f"{value} at row {row}, column {column}")
 
 
-def _check_zero_one(
-    mask_rT: torch.Tensor,
-    bool_rT: torch.Tensor,
-    float_rT: torch.Tensor,
-    row_sums_r: torch.Tensor,
-    start: int,
-) -> None:
+def _check_zero_one(mask_rT: torch.Tensor, bool_rT: torch.Tensor, ones: int, start: int) -> None:
     """Raise `NotBoolean` where the rows of a mask from `start` on are not 0 or 1."""
-    # For integers m, all m (m - 1) are >= 0: they are all 0 where the sums of m and m^2 agree.
-    flat = float_rT.flatten()
-    if not mask_rT.is_floating_point() and torch.dot(flat, flat) == row_sums_r.sum():
+    # Integers up to 1 that add up to the number of those that are not 0 are 0 and 1.
+    if not mask_rT.is_floating_point() and int(mask_rT.sum()) == ones and int(mask_rT.amax()) <= 1:
         return
     wrong_rT = mask_rT != bool_rT
     if bool(wrong_rT.any()):
@@ -174,8 +198,8 @@ class MomentsOfRows:
     """Collects `RowMoments` chunk by chunk.
 
     The values of a row are given as deviations from a pivot, the value that one of its own valid
-    tokens has. A row that does not vary then has m2 = 0 exactly, and in any other row the subtraction
-    below loses no more digits than the row's length has.
+    tokens has. A row that does not vary then has m2 = 0 exactly, and in any other row the
+    subtraction below loses no more digits than the row's length has.
     """
 
     def __init__(self, tokens: Tokens, pivot_B: torch.Tensor) -> None:
@@ -196,17 +220,22 @@ class MomentsOfRows:
         return RowMoments(self.count, self.pivot + mean_deviation, m2)
 
 
-def row_moments(x_BT: torch.Tensor, tokens: Tokens) -> RowMoments:
-    """Return the moments of each row of a (B, T) field; where the mask is 0 it may hold anything."""
+def row_moments(
+    x_BT: torch.Tensor, tokens: Tokens, packed: list[torch.Tensor] | None = None
+) -> RowMoments:
+    """Return the moments of each row of a (B, T) field; where the mask is 0 it may hold anything.
+
+    `packed` is `tokens.pack(x_BT)`, where it is there already.
+    """
     moments = MomentsOfRows(tokens, tokens.at_first(x_BT))
     exact = torch.promote_types(x_BT.dtype, torch.float32)
     pivot_B1 = moments.pivot.to(exact).unsqueeze(1)
-
-    def add(chunk: Chunk) -> None:
-        deviation_rw = chunk.take(x_BT).to(exact).sub_(pivot_B1[chunk.rows])
-        moments.add(chunk.rows, deviation_rw.masked_fill_(~chunk.take(tokens.mask), 0.0).double())
-
-    tokens.map(add)
+    scratch, scratch64 = Scratch(exact, x_BT.device), Scratch(torch.float64, x_BT.device)
+    for i, chunk in enumerate(tokens.chunks):
+        x_rw = chunk.take(x_BT) if packed is None else packed[i]
+        deviation_rw = torch.sub(x_rw, pivot_B1[chunk.rows], out=scratch.like(x_rw))
+        deviation_rw.masked_fill_(~chunk.take(tokens.mask), 0.0)
+        moments.add(chunk.rows, scratch64.copy(deviation_rw))
     return moments.result()
 
 
@@ -217,13 +246,10 @@ def row_extremes(x_BT: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torc
     """
     low_B = torch.full_like(tokens.count, torch.inf, dtype=torch.float64)
     high_B = -low_B
-
-    def find(chunk: Chunk) -> None:
+    for chunk in tokens.chunks:
         x_rw, masked_rw = chunk.take(x_BT), ~chunk.take(tokens.mask)
         low_B[chunk.rows] = x_rw.masked_fill(masked_rw, torch.inf).amin(dim=1).double()
         high_B[chunk.rows] = x_rw.masked_fill_(masked_rw, -torch.inf).amax(dim=1).double()
-
-    tokens.map(find)
     return low_B, high_B
 
 

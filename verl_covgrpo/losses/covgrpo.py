@@ -8,7 +8,7 @@ now:
     w~ = exp(-c^2 / (2 s^2)) N / sum(w)
 
 and mean l, mean A, s and N / sum(w) frozen when the rollout was made, from the whole batch or from
-each row's group. A micro-batch reads them and computes no statistic, so that its size cannot matter.
+each row's group. A micro-batch reads them and computes no statistic: its size cannot matter.
 w~ multiplies the advantage in verl's vanilla loss. Its mean is 1 before the first update and may
 drift afterwards.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_covgrpo.methods.covgrpo import Scope, kernel_, standardised_covariance, weigh
+from verl_covgrpo.methods.covgrpo import Scope, kernel_, standardised_covariance_, weigh
 from verl_covgrpo.registry import Method, register
 from verl_covgrpo.rollout import Reweighted, Rollout
 
@@ -47,7 +47,7 @@ class CovGRPOLoss(Method):
         return Reweighted(
             advantages=torch.where(rollout.response_mask, weighting.A.float(), 0.0),
             metrics=weighting.metrics(),
-            loss_fields={FROZEN: weighting.frozen_B4},
+            loss_fields={FROZEN: weighting.frozen},
         )
 
     def advantage_weights(
@@ -79,7 +79,9 @@ def weights(
         frozen_B4: mean l, mean A, 1/s and N / sum(w) of each row's scope.
     """
     mean_l_B1, mean_A_B1, inv_s_B1, norm_B1 = frozen_B4.double().split(1, dim=1)
-    u_BT = standardised_covariance(log_probs_BT, mean_l_B1, advantages_BT, mean_A_B1, inv_s_B1)
+    u_BT = standardised_covariance_(
+        log_probs_BT.to(torch.float64, copy=True), mean_l_B1, advantages_BT, mean_A_B1, inv_s_B1
+    )
     # c is 0 where A equals its mean, also for a log-prob of minus infinity.
     counts_BT = response_mask_BT.bool() & (inv_s_B1 > 0) & ~u_BT.isnan()
     return torch.where(counts_BT, kernel_(u_BT) * norm_B1, 1.0).float()

@@ -11,8 +11,8 @@ Where this comes from
     [paper] The method has no hyper-parameter.
     As described in secondary notes: all four lines above; each token counts once in every mean, the
     kernel is centred at zero, ratio, clipping and KL stay as they are.
-    Our choice: the scope, since the notes allow both readings (`batch`, the default, or `group`, the
-    responses to one prompt); l is the log-prob under pi_old, equal to the current policy in the
+    Our choice: the scope, since the notes allow both readings (`batch`, the default, or `group`,
+    the responses to one prompt); l is the log-prob under pi_old, equal to the current policy in the
     paper's on-policy setting; s is the population std; every weight is 1 where A does not vary over
     the scope's tokens (greatest == least), where s < 1e-12, or where the mean of w is below 1e-30
     (all c lie so far from zero, measured in s, that float32 has no kernel left to compare).
@@ -36,7 +36,7 @@ import torch
 from verl_covgrpo import stats
 from verl_covgrpo.registry import Method, register
 from verl_covgrpo.rollout import Reweighted, Rollout
-from verl_covgrpo.stats import Chunk, RowMoments, Scopes
+from verl_covgrpo.stats import RowMoments, Scopes
 
 Scope = Literal["batch", "group"]
 
@@ -71,42 +71,39 @@ class CovGRPO(Method):
     def reweight(self, rollout: Rollout) -> Reweighted:
         """Return A' = w~ A."""
         weighting = weigh(rollout, self.base_advantages(rollout), self.scope)
-        return Reweighted(
-            metrics=weighting.metrics(), advantages=weighting.weighted_advantages_()
-        )
+        return Reweighted(metrics=weighting.metrics(), advantages=weighting.weighted_advantages_())
 
 
-# --- the formula -----------------------------------------------------------------------------------
+# The formula
 
 
-def standardised_covariance(
+def standardised_covariance_(
     l: torch.Tensor,  # noqa: E741
     mean_l: torch.Tensor,
     A: torch.Tensor,
     mean_A: torch.Tensor,
     inv_s: torch.Tensor,
 ) -> torch.Tensor:
-    """Return c / s = (l - mean l) (A - mean A) / s, as float32, or as float64 where l is.
+    """Turn l into u = c / s = (l - mean l) (A - mean A) / s, in place.
 
-    The means and 1/s are (B, 1) float64, A is (B, 1) or (B, T).
+    l is (B, T) float32 or float64, A is (B, 1) or (B, T), the others are (B, 1) float64.
     """
-    l = l.to(torch.promote_types(l.dtype, torch.float32))  # noqa: E741
     # The mean in two parts: as a float32 alone it would shift all tokens by its rounding error.
     mean_high = mean_l.to(l.dtype)
     mean_low = (mean_l - mean_high).to(l.dtype)
-    return (l - mean_high).sub_(mean_low).mul_(((A - mean_A) * inv_s).to(l.dtype))
+    return l.sub_(mean_high).sub_(mean_low).mul_(((A - mean_A) * inv_s).to(l.dtype))
 
 
 def kernel_(u: torch.Tensor) -> torch.Tensor:
     """Turn u = c / s into w = exp(-u^2 / 2), in place; 0 where that is 1e-36 or less.
 
-    Numbers at the end of the float32 range, which no result shows, would make this many times slower.
+    Numbers at the end of the float32 range, which no result shows, would make it much slower.
     """
     w = u.clamp_(-_FARTHEST, _FARTHEST).square_().mul_(-0.5 / math.log(2)).exp2_()
     return torch.threshold_(w, 1e-36, 0.0)
 
 
-# --- statistics of a rollout -----------------------------------------------------------------------
+# The statistics of a rollout
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,7 @@ class Covariance:
 
     mean_l: torch.Tensor
     """(S,)"""
-    mean_A: torch.Tensor
+    mean_A: torch.Tensor  # noqa: N815
     """(S,)"""
     s: torch.Tensor
     """(S,) 0 where A does not vary."""
@@ -123,10 +120,18 @@ class Covariance:
     """(S,) 0 where every weight is 1."""
 
 
-def covariance_of(rollout: Rollout, A: torch.Tensor, scopes: Scopes) -> Covariance:
-    """Return the means of l and A and the std of c over each scope. A is (B, 1) or (B, T)."""
+def covariance_of(
+    rollout: Rollout,
+    l: list[torch.Tensor],  # noqa: E741
+    A: torch.Tensor,
+    scopes: Scopes,
+) -> Covariance:
+    """Return the means of l and A and the std of c over each scope.
+
+    l are the log-probs in chunks, A is (B, 1) or (B, T).
+    """
     l_BT, tokens = rollout.require("old_log_probs"), rollout.tokens
-    l_rows = stats.row_moments(l_BT, tokens)
+    l_rows = stats.row_moments(l_BT, tokens, l)
     mean_l_S = scopes.mean(l_rows)
     if A.shape[1] == 1:
         A_B = A.squeeze(1).double()
@@ -156,15 +161,12 @@ def product_moments(
     l_BT, tokens = rollout.require("old_log_probs"), rollout.tokens
     pivot_B = (tokens.at_first(l_BT) - mean_l_B) * (tokens.at_first(A_BT) - mean_A_B)
     moments = stats.MomentsOfRows(tokens, pivot_B)
-
-    def add(chunk: Chunk) -> None:
+    for chunk in tokens.chunks:
         rows = chunk.rows
         c_rw = chunk.take(l_BT).double().sub_(mean_l_B[rows, None])
         c_rw.mul_(chunk.take(A_BT).double().sub_(mean_A_B[rows, None]))
         c_rw.sub_(pivot_B[rows, None]).masked_fill_(~chunk.take(tokens.mask), 0.0)
         moments.add(rows, c_rw)
-
-    tokens.map(add)
     return moments.result()
 
 
@@ -177,8 +179,8 @@ class Weighting:
     """(B, 1) or (B, T) base advantages."""
     scopes: Scopes
     covariance: Covariance
-    kernel: torch.Tensor
-    """(B, T) float32 w, 0 where the mask is 0."""
+    kernel: list[torch.Tensor]
+    """(r, w) w of each chunk, 0 where the mask is 0."""
     w: torch.Tensor
     w_square: torch.Tensor
     w_positive: torch.Tensor
@@ -194,37 +196,34 @@ class Weighting:
     low: int
 
     @property
-    def norm_S(self) -> torch.Tensor:
+    def norm(self) -> torch.Tensor:
         """(S,) N / sum(w), exactly 1 where every weight is 1."""
         norm_S = self.scopes.add(self.rollout.lengths) / self.scopes.add(self.w)
         return torch.where(self.covariance.inv_s > 0, norm_S, 1.0)
 
     @property
-    def frozen_B4(self) -> torch.Tensor:
+    def frozen(self) -> torch.Tensor:
         """(B, 4) float64 mean l, mean A, 1/s and N/sum(w) of each row's scope."""
         c = self.covariance
-        return torch.stack((c.mean_l, c.mean_A, c.inv_s, self.norm_S), dim=1)[self.scopes.index]
+        return torch.stack((c.mean_l, c.mean_A, c.inv_s, self.norm), dim=1)[self.scopes.index]
 
     def weighted_advantages_(self) -> torch.Tensor:
-        """Return A' = w~ A, (B, T) float32, in the memory of the kernel."""
-        norm_B1 = self.norm_S[self.scopes.index].unsqueeze(1)
-        tokens = self.rollout.tokens
-
-        def multiply(chunk: Chunk) -> None:
+        """Return A' = w~ A, (B, T) float32; uses up the kernel."""
+        norm_B1 = self.norm[self.scopes.index].unsqueeze(1)
+        mask_BT = self.rollout.response_mask
+        weighted_BT = stats.zeros(mask_BT.shape, torch.float32, mask_BT.device)
+        for chunk, w_rw in zip(self.rollout.tokens.chunks, self.kernel, strict=True):
             A = chunk.take(self.A)
             if A.shape[1] > 1:
-                A.masked_fill_(~chunk.take(tokens.mask), 0.0)
-            weights_A = (norm_B1[chunk.rows] * A).float()
-            chunk.put(chunk.take(self.kernel).mul_(weights_A), self.kernel)
-
-        tokens.map(multiply)
-        return self.kernel
+                A.masked_fill_(~chunk.take(mask_BT), 0.0)
+            chunk.put(w_rw.mul_((norm_B1[chunk.rows] * A).to(w_rw.dtype)).float(), weighted_BT)
+        return weighted_BT
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of `CovGRPO`, all but the time."""
         tokens = int(self.rollout.lengths.sum())
         count_B = self.rollout.lengths.double()
-        norm_B = self.norm_S[self.scopes.index]
+        norm_B, s_B = self.norm[self.scopes.index], self.covariance.s[self.scopes.index]
         mean = float((norm_B * self.w).sum()) / tokens
         mean_square = float((norm_B.square() * self.w_square).sum()) / tokens
 
@@ -236,7 +235,7 @@ class Weighting:
             "weight_std": max(mean_square - mean**2, 0.0) ** 0.5,
             "effective_share": mean**2 / mean_square,
             "suppressed_share": self.suppressed / tokens,
-            "covariance_std": float((count_B * self.covariance.s[self.scopes.index]).sum()) / tokens,
+            "covariance_std": float((count_B * s_B).sum()) / tokens,
             "high_covariance_share": self.high / tokens,
             "low_covariance_share": self.low / tokens,
             "positive_weight_mean": mean_weight(self.w_positive, self.positive),
@@ -254,44 +253,51 @@ def weigh(rollout: Rollout, base_advantages: torch.Tensor, scope: Scope) -> Weig
     A = base_advantages
     if A.ndim == 1:
         A = torch.where(rollout.lengths > 0, A, 0).unsqueeze(1)
-    covariance = covariance_of(rollout, A, scopes)
-    weighting = apply_kernel(rollout, A, scopes, covariance)
+    l_BT = rollout.require("old_log_probs")
+    l = rollout.tokens.pack(l_BT)  # noqa: E741
+    covariance = covariance_of(rollout, l, A, scopes)
+    weighting = apply_kernel_(rollout, l, A, scopes, covariance)
     vanished_S = scopes.add(weighting.w) < KERNEL_FLOOR * scopes.add(rollout.lengths)
     if bool(vanished_S.any()):
         inv_s_S = torch.where(vanished_S, 0.0, covariance.inv_s)
-        weighting = apply_kernel(rollout, A, scopes, replace(covariance, inv_s=inv_s_S))
+        covariance = replace(covariance, inv_s=inv_s_S)
+        weighting = apply_kernel_(rollout, rollout.tokens.pack(l_BT), A, scopes, covariance)
     return weighting
 
 
-def apply_kernel(
-    rollout: Rollout, A: torch.Tensor, scopes: Scopes, covariance: Covariance
+def apply_kernel_(
+    rollout: Rollout,
+    l: list[torch.Tensor],  # noqa: E741
+    A: torch.Tensor,
+    scopes: Scopes,
+    covariance: Covariance,
 ) -> Weighting:
-    """Compute w of every token, and what it adds up to. A is (B, 1) or (B, T)."""
-    l_BT, tokens = rollout.require("old_log_probs"), rollout.tokens
+    """Turn the log-probs, in chunks, into w, in place, and return what w adds up to."""
+    tokens = rollout.tokens
     mean_l_B1 = covariance.mean_l[scopes.index].unsqueeze(1)
     mean_A_B1 = covariance.mean_A[scopes.index].unsqueeze(1)
     inv_s_B1 = covariance.inv_s[scopes.index].unsqueeze(1)
     count_B = tokens.count.double()
-    w_B, norm_B, w_positive_B, w_negative_B, positive_B, negative_B = torch.zeros(
-        (6, len(count_B)), dtype=torch.float64, device=l_BT.device
+    sums_6B = count_B.new_zeros(6, len(count_B))
+    w_B, norm_B, w_positive_B, w_negative_B, positive_B, negative_B = sums_6B
+    suppressed = high = low = 0.0
+    scratch, scratch64 = (
+        stats.Scratch(dtype, count_B.device) for dtype in (torch.float32, torch.float64)
     )
-
-    kernel_BT = stats.zeros(l_BT.shape, l_BT.device)
-
-    def add(chunk: Chunk) -> torch.Tensor:
+    for chunk, l_rw in zip(tokens.chunks, l, strict=True):
         rows, mask_rw, A_rw = chunk.rows, chunk.take(tokens.mask), chunk.take(A)
-        u_rw = standardised_covariance(
-            chunk.take(l_BT), mean_l_B1[rows], A_rw, mean_A_B1[rows], inv_s_B1[rows]
-        ).float()
+        u_rw = standardised_covariance_(
+            l_rw, mean_l_B1[rows], A_rw, mean_A_B1[rows], inv_s_B1[rows]
+        )
         # An infinite u has the kernel 0, so that nothing below has to look at the mask.
         u_rw.masked_fill_(~mask_rw, -torch.inf)
-        flags_rw = torch.empty_like(u_rw)
-        high = torch.gt(u_rw, 2.0, out=flags_rw).sum()
-        low = torch.lt(u_rw, -2.0, out=flags_rw).sum()
+        masked = mask_rw.numel() - float(count_B[rows].sum())
+        flags_rw = scratch.like(u_rw)
+        high += float(torch.gt(u_rw, 2.0, out=flags_rw).sum())
+        low += float(torch.lt(u_rw, -2.0, out=flags_rw).sum()) - masked
         kernel_rw = kernel_(u_rw)
-        suppressed = torch.lt(kernel_rw, SUPPRESSED, out=flags_rw).sum()
-        chunk.put(kernel_rw, kernel_BT)
-        w_rw = kernel_rw.double()
+        suppressed += float(torch.lt(kernel_rw, SUPPRESSED, out=flags_rw).sum()) - masked
+        w_rw = scratch64.copy(kernel_rw)
         w_B[rows] = w_rw.sum(dim=1)
         norm_B[rows] = torch.linalg.vector_norm(w_rw, dim=1)
         if A.shape[1] > 1:
@@ -301,10 +307,6 @@ def apply_kernel(
             ):
                 w_sign_B[rows] = (w_rw * sign_rw).sum(dim=1)
                 sign_B[rows] = (sign_rw & mask_rw).sum(dim=1).double()
-        masked = mask_rw.numel() - tokens.count[rows].sum()
-        return torch.stack((suppressed - masked, high, low - masked)).double()
-
-    suppressed, high, low = (int(n) for n in torch.stack(tokens.map(add)).sum(dim=0))
     if A.shape[1] == 1:
         is_positive_B, is_negative_B = A.squeeze(1) > 0, A.squeeze(1) < 0
         w_positive_B, positive_B = w_B * is_positive_B, count_B * is_positive_B
@@ -314,14 +316,14 @@ def apply_kernel(
         A=A,
         scopes=scopes,
         covariance=covariance,
-        kernel=kernel_BT,
+        kernel=l,
         w=w_B,
         w_square=norm_B.square(),
         w_positive=w_positive_B,
         w_negative=w_negative_B,
         positive=positive_B,
         negative=negative_B,
-        suppressed=suppressed,
-        high=high,
-        low=low,
+        suppressed=int(suppressed),
+        high=int(high),
+        low=int(low),
     )
