@@ -62,9 +62,10 @@ def _grpo_of_equal_sizes(rewards_KG: torch.Tensor, norm_by_std: bool) -> torch.T
 def _std(rewards_KG: torch.Tensor, mean_K1: torch.Tensor) -> torch.Tensor:
     """Return the unbiased std of each row, (K, 1), with the roundings of `torch.std(row)`.
 
-    For float32 and float64 on the CPU that is two passes in float64, one term after the other,
-    around the mean in the dtype of the rewards. `torch.std(dim=1)` rounds in another way, and
-    `sum` adds up in another order; `cumsum` adds one term after the other.
+    For float32 on the CPU that is two passes in float64, one term after the other, around the
+    float32 mean. `torch.std(dim=1)` rounds in another way, and `sum` adds up in another order;
+    `cumsum` adds one term after the other. Other dtypes, which verl does not use for rewards, are
+    left to `torch.std` row by row.
     """
     size = rewards_KG.shape[1]
     if size > _LONGEST_SERIAL or rewards_KG.dtype != torch.float32:

@@ -82,13 +82,14 @@ def command(
     ]
 
 
-def environment(metrics: Path, mark: str) -> dict[str, str]:
+def environment(metrics: Path, mark: str, tmp: str) -> dict[str, str]:
     """The environment of a run; settings the user made for the quiet ones are kept."""
     env = {**QUIET, **os.environ}
     env.pop("RAY_ADDRESS", None)  # never join a cluster that happens to be there
     env.update(
         {
             MARK: mark,
+            "TMPDIR": tmp,
             "VERL_PLATFORM": "cpu",
             "VERL_FILE_LOGGER_PATH": str(metrics.resolve()),
             "VLLM_CPU_KVCACHE_SPACE": env.get("VLLM_CPU_KVCACHE_SPACE", "1"),
@@ -108,11 +109,12 @@ class Run:
         self.checkpoint = out / "checkpoint"
         self._mark = uuid.uuid4().hex
         # In /tmp and short: Ray puts sockets there, whose paths may have 107 characters.
-        self._ray_dir = tempfile.mkdtemp(prefix="cov-ray-")
+        self._tmp = tempfile.mkdtemp(prefix="cov-", dir="/tmp")
+        self._shared_memory: set[Path] = set()
         self._log_file = self.log.open("w")
         self.process = subprocess.Popen(
-            command(out=out, ray_dir=self._ray_dir, **launch),
-            env=environment(self.metrics, self._mark),
+            command(out=out, ray_dir=self._tmp, **launch),
+            env=environment(self.metrics, self._mark, self._tmp),
             cwd=out,
             stdout=self._log_file,
             stderr=subprocess.STDOUT,
@@ -124,10 +126,13 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._shared_memory |= shared_memory(self._mark)
         end_processes(self._mark)
         self.process.wait()
         self._log_file.close()
-        shutil.rmtree(self._ray_dir, ignore_errors=True)
+        shutil.rmtree(self._tmp, ignore_errors=True)
+        for path in self._shared_memory:
+            path.unlink(missing_ok=True)
 
     def rows(self, poll_seconds: float = 0.5) -> Iterator[dict[str, Any] | None]:
         """Yield each row of metrics as it is written, None while there is nothing new.
@@ -144,6 +149,9 @@ class Run:
                     for line in file:
                         if not line.endswith(b"\n"):
                             break
+                        if offset == 0:
+                            # By now all is mapped; Ray kills its workers without letting them tidy.
+                            self._shared_memory |= shared_memory(self._mark)
                         offset += len(line)
                         yield json.loads(line)
             if ended:
@@ -166,23 +174,39 @@ def last_words(log: Path, lines: int = 12) -> str:
     return "\n".join(errors[-3:] if errors else text[-lines:])
 
 
-def end_processes(mark: str, patience: float = 10.0) -> None:
-    """End every process whose environment carries the mark of a run."""
+def _marked(mark: str) -> list[Any]:
+    """The processes whose environment carries the mark of a run."""
     import psutil
 
-    def marked() -> list[Any]:
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if process.environ().get(MARK) == mark:
-                    found.append(process)
-        return found
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark:
+                found.append(process)
+    return found
 
-    processes = marked()
+
+def shared_memory(mark: str) -> set[Path]:
+    """The shared memory that the processes of a run have mapped."""
+    import psutil
+
+    found = set()
+    for process in _marked(mark):
+        with contextlib.suppress(psutil.Error, OSError, AttributeError):
+            paths = (Path(region.path) for region in process.memory_maps())
+            found |= {path for path in paths if path.parent == Path("/dev/shm")}
+    return found
+
+
+def end_processes(mark: str, patience: float = 10.0) -> None:
+    """End every process of a run."""
+    import psutil
+
+    processes = _marked(mark)
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.terminate()
     psutil.wait_procs(processes, timeout=patience)
-    for process in marked():  # those that did not listen, and those started meanwhile
+    for process in _marked(mark):  # those that did not listen, and those started meanwhile
         with contextlib.suppress(psutil.Error):
             process.kill()

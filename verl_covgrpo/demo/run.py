@@ -52,8 +52,11 @@ def run_demo(
     Raises:
         RunFailed: a training ended with an error.
     """
+    from transformers.utils import logging as transformers_logging
+
     from verl_covgrpo.demo import report
 
+    transformers_logging.disable_progress_bar()
     demo = DEMOS[model_name]
     steps = steps or demo.steps
     started = time.perf_counter()
