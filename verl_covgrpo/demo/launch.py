@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,9 @@ def command(
     seed: int,
     ranks: int,
     ray_dir: str,
+    overrides: Sequence[str] = (),
 ) -> list[str]:
-    """The stock launch with the demo's recipe."""
+    """The stock launch with the demo's recipe; `overrides` come last."""
     return [
         sys.executable,
         "-m",
@@ -79,6 +80,7 @@ def command(
         f"trainer.experiment_name={out.name}",
         f"hydra.run.dir={out.resolve() / 'hydra'}",
         f"+ray_kwargs.ray_init._temp_dir={ray_dir}",
+        *overrides,
     ]
 
 
