@@ -5,8 +5,8 @@
 
 Times are ratios to verl's `compute_grpo_outcome_advantage` on the same batch: each measurement runs
 verl's function and ours right after one another, in changing order, and the ratio is taken pair by
-pair, so that a busy machine disturbs both. Memory is the peak of what torch allocates beyond the
-result, from its profiler, in units of one (B, T) float32 field.
+pair, so that a busy machine disturbs both. Memory is the peak of what torch and numpy hold beside
+the result, in units of one (B, T) float32 field.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -71,19 +72,24 @@ def rollout(data: dict[str, Any], base_B: torch.Tensor | None = None) -> Rollout
 
 
 def peak_fields(run: Run, result_bytes: int, field_bytes: int) -> float:
-    """Return the peak of what torch holds during a run, the result aside, in (B, T) fields."""
+    """Return the peak of what a run holds beside its result, in (B, T) fields.
+
+    The peaks of torch's memory and of numpy's are added up, which is an upper bound.
+    """
     from torch.profiler import ProfilerActivity, profile
 
-    held, peak = 0, 0
+    held, torch_peak = 0, 0
+    tracemalloc.start()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = run()
-    events = profiler.profiler.kineto_results.events()
-    for event in sorted(events, key=lambda event: event.start_ns()):
+    _, numpy_peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
         if event.name() == "[memory]":
             held += event.nbytes()
-            peak = max(peak, held)
+            torch_peak = max(torch_peak, held)
     del result
-    return (peak - result_bytes) / field_bytes
+    return (torch_peak + numpy_peak - result_bytes) / field_bytes
 
 
 def seconds(run: Run) -> float:

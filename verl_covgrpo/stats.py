@@ -10,31 +10,67 @@ Shape suffixes: B rows, T columns, r rows and w columns of a chunk, S scopes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import torch
+
+_Chunk = TypeVar("_Chunk")
+_Partial = TypeVar("_Partial")
 
 CHUNK_ELEMENTS = 1 << 17
 """Elements of a chunk: 0.5 MB in float32."""
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch run on the calling thread alone.
+MOST_THREADS = 8
+"""Beyond this the interpreter, which hands out the operations, is the bottleneck."""
 
-    An operation on a chunk is too short to be worth sharing: where other processes keep a core
-    busy, waiting for the other threads after each of them takes many times longer than the work.
+_threads: ContextVar[int] = ContextVar("verl_covgrpo_threads", default=1)
+
+
+@contextmanager
+def take_threads() -> Iterator[None]:
+    """Let each operation of torch run on its calling thread alone, and `over_chunks` use the others.
+
+    An operation on a chunk is too short to be shared: where other processes keep a core busy,
+    waiting for the other threads after each of them takes many times longer than the work.
     """
     threads = torch.get_num_threads()
+    token = _threads.set(max(threads, _threads.get()))
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+        _threads.reset(token)
+
+
+def over_chunks(
+    work: Callable[[Iterator[_Chunk]], _Partial], chunks: Sequence[_Chunk], device: torch.device
+) -> list[_Partial]:
+    """Let threads share some chunks; return what `work` returns in each of them.
+
+    `work` is called once per thread, with an iterator that yields the next chunk that no other thread
+    has taken. It may write to the rows of its chunks, so that it does not matter who took which.
+    """
+    queue = iter(chunks)
+    threads = min(_threads.get(), MOST_THREADS, len(chunks)) if device.type == "cpu" else 1
+    if threads <= 1:
+        return [work(queue)]
+    inference = torch.is_inference_mode_enabled()
+
+    def in_thread(_: int) -> _Partial:
+        with torch.inference_mode(inference):
+            return work(queue)
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(in_thread, range(threads)))
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -46,7 +82,10 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 class Scratch:
-    """Memory for one chunk at a time; new memory for each would take longer than the arithmetic."""
+    """Memory for one chunk at a time; new memory for each would take longer than the arithmetic.
+
+    Each thread needs its own.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._flat = torch.empty(0, dtype=dtype, device=device)
@@ -76,10 +115,18 @@ class Chunk:
     rows: torch.Tensor
     """(r,) int64"""
     width: int
+    solid: int
+    """The leading columns in which every row has a valid token."""
 
     def take(self, x_BT: torch.Tensor) -> torch.Tensor:
         """Return a copy of the chunk of `x_BT`, (r, w); that of a (B, 1) tensor is (r, 1)."""
         return x_BT[:, : self.width].index_select(0, self.rows)
+
+    def mask_(self, x_rw: torch.Tensor, mask_BT: torch.Tensor, value: float) -> torch.Tensor:
+        """Fill the chunk with `value` where the mask is 0, in place."""
+        masked_rw = ~mask_BT[:, self.solid : self.width].index_select(0, self.rows)
+        x_rw[:, self.solid :].masked_fill_(masked_rw, value)
+        return x_rw
 
     def put(self, x_rw: torch.Tensor, x_BT: torch.Tensor) -> None:
         """Write the chunk of `x_BT`."""
@@ -108,14 +155,13 @@ class Tokens:
     def chunks(self) -> list[Chunk]:
         """The rows that have a token, longest first, `CHUNK_ELEMENTS` elements at a time."""
         end_B, order_B = self.end.sort(descending=True, stable=True)
-        ends = end_B.tolist()
+        solid_B = torch.where(self.count == self.end, self.end, 0)[order_B]
+        ends = [end for end in end_B.tolist() if end > 0]
         chunks, start = [], 0
-        while start < len(ends) and ends[start] > 0:
-            stop = start + max(1, CHUNK_ELEMENTS // ends[start])
-            stop = min(stop, len(ends))
-            while ends[stop - 1] == 0:
-                stop -= 1
-            chunks.append(Chunk(order_B[start:stop], ends[start]))
+        while start < len(ends):
+            stop = min(start + max(1, CHUNK_ELEMENTS // ends[start]), len(ends))
+            solid = int(solid_B[start:stop].amin())
+            chunks.append(Chunk(order_B[start:stop], ends[start], solid))
             start = stop
         return chunks
 
@@ -124,14 +170,32 @@ class Tokens:
         dtype = torch.promote_types(x_BT.dtype, torch.float32)
         sizes = [len(chunk.rows) * chunk.width for chunk in self.chunks]
         memory = zeros((sum(sizes),), dtype, x_BT.device).split(sizes)
-        packed = []
-        for chunk, part in zip(self.chunks, memory, strict=True):
-            packed.append(part.view(-1, chunk.width))
-            if x_BT.dtype == dtype:
-                torch.index_select(x_BT[:, : chunk.width], 0, chunk.rows, out=packed[-1])
-            else:
-                packed[-1].copy_(chunk.take(x_BT))
+        packed = [
+            part.view(-1, chunk.width) for part, chunk in zip(memory, self.chunks, strict=True)
+        ]
+
+        def copy(parts: Iterator[tuple[Chunk, torch.Tensor]]) -> None:
+            for chunk, part_rw in parts:
+                if x_BT.dtype == dtype:
+                    torch.index_select(x_BT[:, : chunk.width], 0, chunk.rows, out=part_rw)
+                else:
+                    part_rw.copy_(chunk.take(x_BT))
+
+        self.over_chunks_with(packed, copy)
         return packed
+
+    def over_chunks(self, work: Callable[[Iterator[Chunk]], _Partial]) -> list[_Partial]:
+        """Let threads share the chunks; see `over_chunks`."""
+        return over_chunks(work, self.chunks, self.mask.device)
+
+    def over_chunks_with(
+        self,
+        packed: list[torch.Tensor],
+        work: Callable[[Iterator[tuple[Chunk, torch.Tensor]]], _Partial],
+    ) -> list[_Partial]:
+        """Let threads share the chunks, each with its part of a packed field."""
+        parts = list(zip(self.chunks, packed, strict=True))
+        return over_chunks(work, parts, self.mask.device)
 
     def at_first(self, x_BT: torch.Tensor) -> torch.Tensor:
         """Return the value at each row's first valid token, (B,) float64; 0 where there is none."""
@@ -153,16 +217,21 @@ def tokens_of(mask_BT: torch.Tensor) -> Tokens:
     bool_BT = mask_BT if is_bool else zeros(mask_BT.shape, torch.bool, mask_BT.device)
     count_B = torch.zeros(size, dtype=torch.int64, device=mask_BT.device)
     end_B = torch.zeros_like(count_B)
-    ones = Scratch(exact, mask_BT.device)
-    for rows in row_slices(mask_BT, CHUNK_ELEMENTS // 4) if columns else []:
-        if not is_bool:
-            bool_BT[rows] = mask_BT[rows]
-        ones_rT = ones.copy(bool_BT[rows].view(torch.uint8))
-        count_r = ones_rT.sum(dim=1).long()
-        if not is_bool:
-            _check_zero_one(mask_BT[rows], bool_BT[rows], int(count_r.sum()), rows.start)
-        count_B[rows] = count_r
-        end_B[rows] = ones_rT.mul_(positions_T).amax(dim=1).long()
+
+    def locate(slices: Iterator[slice]) -> None:
+        ones = Scratch(exact, mask_BT.device)
+        for rows in slices:
+            if not is_bool:
+                bool_BT[rows] = mask_BT[rows]
+            ones_rT = ones.copy(bool_BT[rows].view(torch.uint8))
+            count_r = ones_rT.sum(dim=1).long()
+            if not is_bool:
+                _check_zero_one(mask_BT[rows], bool_BT[rows], int(count_r.sum()), rows.start)
+            count_B[rows] = count_r
+            end_B[rows] = ones_rT.mul_(positions_T).amax(dim=1).long()
+
+    if columns:
+        over_chunks(locate, row_slices(mask_BT, CHUNK_ELEMENTS // 2), mask_BT.device)
     return Tokens(bool_BT, count_B, end_B)
 
 
@@ -220,22 +289,23 @@ class MomentsOfRows:
         return RowMoments(self.count, self.pivot + mean_deviation, m2)
 
 
-def row_moments(
-    x_BT: torch.Tensor, tokens: Tokens, packed: list[torch.Tensor] | None = None
-) -> RowMoments:
+def row_moments(x_BT: torch.Tensor, tokens: Tokens, packed: list[torch.Tensor]) -> RowMoments:
     """Return the moments of each row of a (B, T) field; where the mask is 0 it may hold anything.
 
-    `packed` is `tokens.pack(x_BT)`, where it is there already.
+    `packed` is `tokens.pack(x_BT)`.
     """
     moments = MomentsOfRows(tokens, tokens.at_first(x_BT))
     exact = torch.promote_types(x_BT.dtype, torch.float32)
     pivot_B1 = moments.pivot.to(exact).unsqueeze(1)
-    scratch, scratch64 = Scratch(exact, x_BT.device), Scratch(torch.float64, x_BT.device)
-    for i, chunk in enumerate(tokens.chunks):
-        x_rw = chunk.take(x_BT) if packed is None else packed[i]
-        deviation_rw = torch.sub(x_rw, pivot_B1[chunk.rows], out=scratch.like(x_rw))
-        deviation_rw.masked_fill_(~chunk.take(tokens.mask), 0.0)
-        moments.add(chunk.rows, scratch64.copy(deviation_rw))
+
+    def add(parts: Iterator[tuple[Chunk, torch.Tensor]]) -> None:
+        scratch, scratch64 = Scratch(exact, x_BT.device), Scratch(torch.float64, x_BT.device)
+        for chunk, x_rw in parts:
+            deviation_rw = torch.sub(x_rw, pivot_B1[chunk.rows], out=scratch.like(x_rw))
+            chunk.mask_(deviation_rw, tokens.mask, 0.0)
+            moments.add(chunk.rows, scratch64.copy(deviation_rw))
+
+    tokens.over_chunks_with(packed, add)
     return moments.result()
 
 
@@ -246,10 +316,14 @@ def row_extremes(x_BT: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torc
     """
     low_B = torch.full_like(tokens.count, torch.inf, dtype=torch.float64)
     high_B = -low_B
-    for chunk in tokens.chunks:
-        x_rw, masked_rw = chunk.take(x_BT), ~chunk.take(tokens.mask)
-        low_B[chunk.rows] = x_rw.masked_fill(masked_rw, torch.inf).amin(dim=1).double()
-        high_B[chunk.rows] = x_rw.masked_fill_(masked_rw, -torch.inf).amax(dim=1).double()
+
+    def find(chunks: Iterator[Chunk]) -> None:
+        for chunk in chunks:
+            x_rw = chunk.take(x_BT)
+            low_B[chunk.rows] = chunk.mask_(x_rw, tokens.mask, torch.inf).amin(dim=1).double()
+            high_B[chunk.rows] = chunk.mask_(x_rw, tokens.mask, -torch.inf).amax(dim=1).double()
+
+    tokens.over_chunks(find)
     return low_B, high_B
 
 

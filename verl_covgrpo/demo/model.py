@@ -129,7 +129,7 @@ def _supervised_batch(tokenizer: Any, entries: list[dict[str, Any]]) -> dict[str
 
 
 def _make_tiny(settings: WarmStart, folder: Path, progress: Progress) -> None:
-    """Train on right answers until the model samples `target_accuracy` of its own correctly."""
+    """Train on right answers, some in words, until `target_accuracy` of its samples are counted."""
     tokenizer = byte_tokenizer()
     model = _new_tiny(tokenizer, settings)
     examples = problems(settings.task, 4096, WARM_START_SEED)
@@ -140,7 +140,13 @@ def _make_tiny(settings: WarmStart, folder: Path, progress: Progress) -> None:
     for step in range(1, settings.most_steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * min(1.0, step / settings.rise_steps)
-        batch = _supervised_batch(tokenizer, draw.sample(examples, settings.batch_size))
+        chosen = [
+            {**entry, "answer": f"it is {entry['answer']}"}
+            if draw.random() < settings.wordy_answers
+            else entry
+            for entry in draw.sample(examples, settings.batch_size)
+        ]
+        batch = _supervised_batch(tokenizer, chosen)
         model(**batch).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -50,7 +50,9 @@ class WarmStart:
     learning_rate: float = 3e-3
     rise_steps: int = 50
     check_every: int = 25
-    target_accuracy: float = 0.42
+    wordy_answers: float = 0.4
+    """Share of its examples that say "it is 7" where the reward wants "7": a form to unlearn."""
+    target_accuracy: float = 0.36
     most_steps: int = 3000
     seed: int = 0
     task: Task = field(
@@ -70,7 +72,7 @@ class WarmStart:
 
 
 TINY = Demo(
-    name="tiny", task=WarmStart().task, steps=90, response_length=8, validation_prompts=512
+    name="tiny", task=WarmStart().task, steps=60, response_length=8, validation_prompts=512
 )
 
 SMOLLM2 = Demo(

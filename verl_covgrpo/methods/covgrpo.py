@@ -28,6 +28,7 @@ Shape suffixes: B responses, T columns, S scopes.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -36,14 +37,13 @@ import torch
 from verl_covgrpo import stats
 from verl_covgrpo.registry import Method, register
 from verl_covgrpo.rollout import Reweighted, Rollout
-from verl_covgrpo.stats import RowMoments, Scopes
+from verl_covgrpo.stats import Chunk, RowMoments, Scopes
 
 Scope = Literal["batch", "group"]
 
 STD_FLOOR = 1e-12
 KERNEL_FLOOR = 1e-30
 SUPPRESSED = 0.1
-_FARTHEST = 13.0  # exp(-13^2 / 2) = 2e-37
 
 
 @register("covgrpo")
@@ -95,12 +95,9 @@ def standardised_covariance_(
 
 
 def kernel_(u: torch.Tensor) -> torch.Tensor:
-    """Turn u = c / s into w = exp(-u^2 / 2), in place; 0 where that is 1e-36 or less.
-
-    Numbers at the end of the float32 range, which no result shows, would make it much slower.
-    """
-    w = u.clamp_(-_FARTHEST, _FARTHEST).square_().mul_(-0.5 / math.log(2)).exp2_()
-    return torch.threshold_(w, 1e-36, 0.0)
+    """Turn u = c / s into w = exp(-u^2 / 2), in place."""
+    # In torch, exp2 is many times faster than exp where the result is 0, as it is for padding.
+    return u.square_().mul_(-0.5 / math.log(2)).exp2_()
 
 
 # The statistics of a rollout
@@ -144,7 +141,7 @@ def covariance_of(
         low_B = torch.where(has_tokens_B, A_B, torch.inf)
         high_B = torch.where(has_tokens_B, A_B, -torch.inf)
     else:
-        A_rows = stats.row_moments(A, tokens)
+        A_rows = stats.row_moments(A, tokens, tokens.pack(A))
         mean_A_S = scopes.mean(A_rows)
         c_rows = product_moments(rollout, A, mean_l_S[scopes.index], mean_A_S[scopes.index])
         low_B, high_B = stats.row_extremes(A, tokens)
@@ -161,12 +158,16 @@ def product_moments(
     l_BT, tokens = rollout.require("old_log_probs"), rollout.tokens
     pivot_B = (tokens.at_first(l_BT) - mean_l_B) * (tokens.at_first(A_BT) - mean_A_B)
     moments = stats.MomentsOfRows(tokens, pivot_B)
-    for chunk in tokens.chunks:
-        rows = chunk.rows
-        c_rw = chunk.take(l_BT).double().sub_(mean_l_B[rows, None])
-        c_rw.mul_(chunk.take(A_BT).double().sub_(mean_A_B[rows, None]))
-        c_rw.sub_(pivot_B[rows, None]).masked_fill_(~chunk.take(tokens.mask), 0.0)
-        moments.add(rows, c_rw)
+
+    def add(chunks: Iterator[Chunk]) -> None:
+        for chunk in chunks:
+            rows = chunk.rows
+            c_rw = chunk.take(l_BT).double().sub_(mean_l_B[rows, None])
+            c_rw.mul_(chunk.take(A_BT).double().sub_(mean_A_B[rows, None]))
+            c_rw.sub_(pivot_B[rows, None])
+            moments.add(rows, chunk.mask_(c_rw, tokens.mask, 0.0))
+
+    tokens.over_chunks(add)
     return moments.result()
 
 
@@ -212,11 +213,16 @@ class Weighting:
         norm_B1 = self.norm[self.scopes.index].unsqueeze(1)
         mask_BT = self.rollout.response_mask
         weighted_BT = stats.zeros(mask_BT.shape, torch.float32, mask_BT.device)
-        for chunk, w_rw in zip(self.rollout.tokens.chunks, self.kernel, strict=True):
-            A = chunk.take(self.A)
-            if A.shape[1] > 1:
-                A.masked_fill_(~chunk.take(mask_BT), 0.0)
-            chunk.put(w_rw.mul_((norm_B1[chunk.rows] * A).to(w_rw.dtype)).float(), weighted_BT)
+
+        def multiply(parts: Iterator[tuple[Chunk, torch.Tensor]]) -> None:
+            for chunk, w_rw in parts:
+                A = chunk.take(self.A)
+                if A.shape[1] > 1:
+                    chunk.mask_(A, mask_BT, 0.0)
+                w_rw.mul_((norm_B1[chunk.rows] * A).to(w_rw.dtype))
+                chunk.put(w_rw.float(), weighted_BT)
+
+        self.rollout.tokens.over_chunks_with(self.kernel, multiply)
         return weighted_BT
 
     def metrics(self) -> dict[str, float]:
@@ -251,8 +257,8 @@ def weigh(rollout: Rollout, base_advantages: torch.Tensor, scope: Scope) -> Weig
     else:
         scopes = Scopes(rollout.group_index, rollout.num_groups)
     A = base_advantages
-    if A.ndim == 1:
-        A = torch.where(rollout.lengths > 0, A, 0).unsqueeze(1)
+    if A.numel() == A.shape[0]:  # (B,), or (B, 1) where T is 1
+        A = torch.where(rollout.lengths > 0, A.flatten(), 0).unsqueeze(1)
     l_BT = rollout.require("old_log_probs")
     l = rollout.tokens.pack(l_BT)  # noqa: E741
     covariance = covariance_of(rollout, l, A, scopes)
@@ -280,33 +286,38 @@ def apply_kernel_(
     count_B = tokens.count.double()
     sums_6B = count_B.new_zeros(6, len(count_B))
     w_B, norm_B, w_positive_B, w_negative_B, positive_B, negative_B = sums_6B
-    suppressed = high = low = 0.0
-    scratch, scratch64 = (
-        stats.Scratch(dtype, count_B.device) for dtype in (torch.float32, torch.float64)
-    )
-    for chunk, l_rw in zip(tokens.chunks, l, strict=True):
-        rows, mask_rw, A_rw = chunk.rows, chunk.take(tokens.mask), chunk.take(A)
-        u_rw = standardised_covariance_(
-            l_rw, mean_l_B1[rows], A_rw, mean_A_B1[rows], inv_s_B1[rows]
-        )
-        # An infinite u has the kernel 0, so that nothing below has to look at the mask.
-        u_rw.masked_fill_(~mask_rw, -torch.inf)
-        masked = mask_rw.numel() - float(count_B[rows].sum())
-        flags_rw = scratch.like(u_rw)
-        high += float(torch.gt(u_rw, 2.0, out=flags_rw).sum())
-        low += float(torch.lt(u_rw, -2.0, out=flags_rw).sum()) - masked
-        kernel_rw = kernel_(u_rw)
-        suppressed += float(torch.lt(kernel_rw, SUPPRESSED, out=flags_rw).sum()) - masked
-        w_rw = scratch64.copy(kernel_rw)
-        w_B[rows] = w_rw.sum(dim=1)
-        norm_B[rows] = torch.linalg.vector_norm(w_rw, dim=1)
-        if A.shape[1] > 1:
-            for sign_rw, w_sign_B, sign_B in (
-                (A_rw > 0, w_positive_B, positive_B),
-                (A_rw < 0, w_negative_B, negative_B),
-            ):
-                w_sign_B[rows] = (w_rw * sign_rw).sum(dim=1)
-                sign_B[rows] = (sign_rw & mask_rw).sum(dim=1).double()
+
+    def add(parts: Iterator[tuple[Chunk, torch.Tensor]]) -> tuple[float, float, float]:
+        suppressed = high = low = 0.0
+        scratch = stats.Scratch(torch.float32, count_B.device)
+        scratch64 = stats.Scratch(torch.float64, count_B.device)
+        for chunk, l_rw in parts:
+            rows, A_rw = chunk.rows, chunk.take(A)
+            u_rw = standardised_covariance_(
+                l_rw, mean_l_B1[rows], A_rw, mean_A_B1[rows], inv_s_B1[rows]
+            )
+            # An infinite u has the kernel 0, so that nothing below has to look at the mask.
+            chunk.mask_(u_rw, tokens.mask, -torch.inf)
+            masked = u_rw.numel() - float(count_B[rows].sum())
+            flags_rw = scratch.like(u_rw)
+            high += float(torch.gt(u_rw, 2.0, out=flags_rw).sum())
+            low += float(torch.lt(u_rw, -2.0, out=flags_rw).sum()) - masked
+            kernel_rw = kernel_(u_rw)
+            suppressed += float(torch.lt(kernel_rw, SUPPRESSED, out=flags_rw).sum()) - masked
+            w_rw = scratch64.copy(kernel_rw)
+            w_B[rows] = w_rw.sum(dim=1)
+            norm_B[rows] = torch.linalg.vector_norm(w_rw, dim=1)
+            if A.shape[1] > 1:
+                for sign_rw, w_sign_B, sign_B in (
+                    (A_rw > 0, w_positive_B, positive_B),
+                    (A_rw < 0, w_negative_B, negative_B),
+                ):
+                    w_sign_B[rows] = (w_rw * sign_rw).sum(dim=1)
+                    sign_B[rows] = (sign_rw & chunk.take(tokens.mask)).sum(dim=1).double()
+        return suppressed, high, low
+
+    tails = tokens.over_chunks_with(l, add)
+    suppressed, high, low = (int(sum(counts)) for counts in zip(*tails, strict=True))
     if A.shape[1] == 1:
         is_positive_B, is_negative_B = A.squeeze(1) > 0, A.squeeze(1) < 0
         w_positive_B, positive_B = w_B * is_positive_B, count_B * is_positive_B
@@ -323,7 +334,7 @@ def apply_kernel_(
         w_negative=w_negative_B,
         positive=positive_B,
         negative=negative_B,
-        suppressed=int(suppressed),
-        high=int(high),
-        low=int(low),
+        suppressed=suppressed,
+        high=high,
+        low=low,
     )

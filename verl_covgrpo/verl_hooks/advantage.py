@@ -22,7 +22,7 @@ from verl_covgrpo import registry
 from verl_covgrpo.errors import MethodError
 from verl_covgrpo.registry import Method
 from verl_covgrpo.rollout import Reweighted, Rollout
-from verl_covgrpo.seams import SEAMS, replace_function
+from verl_covgrpo.seams import replace_function
 from verl_covgrpo.verl_hooks import base, selection
 
 VERL_NAME = {
@@ -96,6 +96,7 @@ def estimator(method: type[Method]) -> Callable[..., tuple[torch.Tensor, torch.T
         return stage.result.advantages, returns
 
     compute.__name__ = compute.__qualname__ = f"compute_{method.name}_advantage"
+    compute.verl_covgrpo_method = method.name  # type: ignore[attr-defined]
     return compute
 
 
@@ -234,14 +235,9 @@ def _register(core_algos: ModuleType) -> None:
         method = registry.get(name)
         if method.adv_estimator is None:
             continue
-        taken = core_algos.ADV_ESTIMATOR_REGISTRY.get(method.adv_estimator)
-        if taken is not None:
-            seam = SEAMS["verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_advantage"]
-            seam.error = (
-                f"another estimator is registered as {method.adv_estimator!r} ({taken.__module__})"
-            )
-            continue
-        core_algos.register_adv_est(method.adv_estimator)(estimator(method))
+        # A name that is taken stays taken: `checks` refuses a launch that selects it.
+        if method.adv_estimator not in core_algos.ADV_ESTIMATOR_REGISTRY:
+            core_algos.register_adv_est(method.adv_estimator)(estimator(method))
 
 
 def install() -> None:

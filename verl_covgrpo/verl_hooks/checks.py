@@ -17,6 +17,10 @@ from verl_covgrpo.verl_hooks.selection import MARKER, policy_loss_config
 ESTIMATOR = "algorithm.adv_estimator"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
+REFUSED_FROM = 0.75
+"""How alike (difflib's ratio) a name unknown to verl must be to one of ours to be taken for a slip:
+covgrop is, sgrpo, which somebody may register later, is not."""
+
 
 def check(config: DictConfig, use_reference_policy: bool) -> None:
     """Check a launch as far as our methods are concerned.
@@ -36,6 +40,7 @@ def check(config: DictConfig, use_reference_policy: bool) -> None:
         return
     _check_single_form(selected)
     for method in selected.methods:
+        _check_registered(method)
         _check_trainer(config, method, use_reference_policy)
         instance = selection.build(method, config)
         if not selection.loss_only(method):
@@ -47,6 +52,10 @@ def _check_marker(config: DictConfig) -> None:
     """A command-line value beats a method's YAML in any order; the YAML's marker tells."""
     marker = config.algorithm.get(MARKER)
     if marker is None:
+        return
+    if marker not in registry.names():
+        if hint := did_you_mean(str(marker), registry.names(), cutoff=REFUSED_FROM):
+            raise MethodError(f"algorithm.{MARKER}={marker} is unknown{hint}")
         return
     method = registry.get(str(marker))
     for setting, wanted, found in (
@@ -79,13 +88,15 @@ def _check_names(config: DictConfig) -> None:
             [m.loss_mode for m in methods if m.loss_mode],
         ),
     ):
-        if found not in known and found not in ours and (hint := did_you_mean(found, ours)):
+        if found in known or found in ours:
+            continue
+        if hint := did_you_mean(found, ours, cutoff=REFUSED_FROM):
             raise MethodError(f"{setting}={found} is unknown{hint}")
 
 
 def _check_sections(config: DictConfig, selected: selection.Selection) -> None:
     """Parameters of a method that nothing selects would be ignored."""
-    verls = set(OmegaConf.to_container(config.algorithm, resolve=False)) - {MARKER}  # type: ignore[arg-type]
+    algorithm: dict[Any, Any] = OmegaConf.to_container(config.algorithm, resolve=False)  # type: ignore[assignment]
     sections = [m for m in map(registry.get, registry.names()) if not selection.loss_only(m)]
     names = [method.name for method in sections]
     for method in sections:
@@ -94,8 +105,9 @@ def _check_sections(config: DictConfig, selected: selection.Selection) -> None:
                 f"{selection.section(method)} is set, but nothing selects {method.name}: add "
                 f"+method={method.name}, or delete it"
             )
-    for key in verls - set(names) - _algorithm_keys():
-        if OmegaConf.is_dict(config.algorithm[key]) and (hint := did_you_mean(str(key), names)):
+    for key in set(algorithm) - set(names) - _algorithm_keys():
+        hint = did_you_mean(str(key), names, cutoff=REFUSED_FROM)
+        if isinstance(algorithm[key], dict) and hint:
             raise MethodError(f"algorithm.{key} is unknown{hint}")
     loss = policy_loss_config(config)
     for method in map(registry.get, registry.names()):
@@ -138,6 +150,25 @@ def _check_single_form(selected: selection.Selection) -> None:
             f"{ESTIMATOR}={estimator.adv_estimator} and {LOSS}={loss.loss_mode} together would weight "
             f"every token twice: keep one of them (for the loss, {ESTIMATOR}=grpo)"
         )
+
+
+def _check_registered(method: type[Method]) -> None:
+    """Verl overwrites a loss of the same name without a word, and another plugin may be faster."""
+    from verl.trainer.ppo import core_algos
+
+    for setting, name, registered in (
+        (ESTIMATOR, method.adv_estimator, core_algos.ADV_ESTIMATOR_REGISTRY),
+        (LOSS, method.loss_mode, core_algos.POLICY_LOSS_REGISTRY),
+    ):
+        if name is None:
+            continue
+        found = registered.get(name)
+        if getattr(found, "verl_covgrpo_method", None) != method.name:
+            where = f"from {found.__module__}" if found is not None else "nothing"
+            raise MethodError(
+                f"{setting}={name}: verl's registry holds {where} under that name, not "
+                "verl-covgrpo's: remove the other plugin or rename what it registers"
+            )
 
 
 def _check_trainer(config: DictConfig, method: type[Method], use_reference_policy: bool) -> None:

@@ -18,7 +18,7 @@ from wrapt import when_imported
 from verl_covgrpo import registry
 from verl_covgrpo.errors import MethodError
 from verl_covgrpo.registry import Method
-from verl_covgrpo.seams import SEAMS, replace_function
+from verl_covgrpo.seams import replace_function
 from verl_covgrpo.verl_hooks.advantage import ELSEWHERE
 
 _DATA: ContextVar[Any] = ContextVar("verl_covgrpo_micro_batch", default=None)
@@ -72,6 +72,7 @@ def policy_loss(method: type[Method]) -> Callable[..., tuple[torch.Tensor, dict[
         return loss, {**metrics, f"actor/{method.loss_mode}_loss_weight": weight.item()}
 
     compute.__name__ = compute.__qualname__ = f"compute_policy_loss_{method.loss_mode}"
+    compute.verl_covgrpo_method = method.name  # type: ignore[attr-defined]
     return compute
 
 
@@ -87,17 +88,14 @@ def _wrap_ppo_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _register(core_algos: ModuleType) -> None:
-    """Put the losses into verl's registry; verl would overwrite a namesake without a word."""
+    """Put the losses into verl's registry, under their own names."""
     for name in registry.names():
         method = registry.get(name)
         if method.loss_mode is None:
             continue
-        taken = core_algos.POLICY_LOSS_REGISTRY.get(method.loss_mode)
-        if taken is not None:
-            seam = SEAMS["verl.workers.utils.losses.ppo_loss"]
-            seam.error = f"another loss is registered as {method.loss_mode!r} ({taken.__module__})"
-            continue
-        core_algos.register_policy_loss(method.loss_mode)(policy_loss(method))
+        # verl would overwrite a namesake without a word; `checks` refuses a launch that selects it.
+        if method.loss_mode not in core_algos.POLICY_LOSS_REGISTRY:
+            core_algos.register_policy_loss(method.loss_mode)(policy_loss(method))
 
 
 def install() -> None:

@@ -1,0 +1,62 @@
+"""What the documentation shows works as it stands."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from verl_covgrpo import MethodError, Rollout, build, registry
+
+ROOT = Path(__file__).parents[1]
+
+
+def blocks(path: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / path).read_text(), flags=re.DOTALL)
+
+
+def test_the_readme_example_runs() -> None:
+    (example,) = blocks("README.md", "python")
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["result"].advantages.shape == (2, 3)
+
+
+def test_the_method_of_the_guide_is_one_file_and_one_yaml(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (code,) = blocks("docs/adding_a_method.md", "python")
+    (config,) = blocks("docs/adding_a_method.md", "yaml")
+    try:
+        module = ModuleType("halve_of_the_guide")  # dataclasses look their module up
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(code, module.__dict__)
+        rollout = Rollout(
+            rewards=torch.tensor([1.0, 0.0]),
+            response_mask=torch.tensor([[1, 1], [1, 0]]),
+            group=["a", "a"],
+            entropy=torch.ones(2, 2),
+        )
+        half = build("halve")(rollout).advantages
+        assert torch.equal(half, build("halve", factor=1.0)(rollout).advantages / 2)
+        assert half[0, 0] > 0 and half[1, 0] < 0 and half[1, 1] == 0
+        with pytest.raises(MethodError, match=r"must lie in \[0.0, 1.0\]"):
+            build("halve", factor=2.0)
+        settings = yaml.safe_load(config)["algorithm"]
+        assert settings.pop("method") == settings.pop("adv_estimator") == "halve"
+        assert settings["halve"] == registry.parameters("halve")
+    finally:
+        registry._METHODS.pop("halve", None)
+
+
+def test_every_link_of_the_documentation_leads_somewhere() -> None:
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -1,0 +1,134 @@
+"""The stock trainer on the CPU, for real: Ray, FSDP2, vLLM, weight sync after every step."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from verl_covgrpo.demo import data, launch, model
+from verl_covgrpo.demo.settings import TINY, WarmStart
+
+pytestmark = pytest.mark.full_run
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A model that has learnt little, and its problems."""
+    folder = tmp_path_factory.mktemp("prepared")
+    model._make_tiny(replace(WarmStart(), target_accuracy=0.05), folder, lambda *_: None)
+    entries = data.problems(TINY.task, 64, 1)
+    return {
+        "demo": TINY,
+        "model": folder,
+        "train": data.write_parquet(entries, TINY.task, "train", folder / "train.parquet"),
+        "validation": data.write_parquet(
+            entries[:32], TINY.task, "validation", folder / "validation.parquet"
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(prepared: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Three steps of covgrpo on two ranks, with a reference policy."""
+    out = tmp_path_factory.mktemp("run") / "covgrpo"
+    run = launch.Run(
+        out,
+        **prepared,
+        method="covgrpo",
+        steps=STEPS,
+        seed=3,
+        ranks=2,
+        overrides=("actor_rollout_ref.actor.use_kl_loss=True",),
+    )
+    with run:
+        rows = [row["data"] for row in run.rows() if row is not None]
+    return {"run": run, "rows": rows, "steps": [row for row in rows if "actor/loss" in row]}
+
+
+def test_every_step_reports_finite_metrics(finished: dict[str, Any]) -> None:
+    assert len(finished["steps"]) == STEPS
+    for row in finished["steps"]:
+        ours = {key: value for key, value in row.items() if key.startswith("covgrpo/")}
+        assert len(ours) == 10
+        assert all(math.isfinite(value) for value in ours.values())
+        watched = ("actor/loss", "actor/entropy", "actor/grad_norm", "critic/score/mean")
+        assert all(math.isfinite(row[key]) for key in watched)
+        assert row["actor/grad_norm"] > 0
+
+
+def test_weights_have_mean_one(finished: dict[str, Any]) -> None:
+    for row in finished["steps"]:
+        # mean^2 / (mean^2 + std^2) is 1 / (1 + std^2) for mean 1 alone.
+        expected = 1 / (1 + row["covgrpo/weight_std"] ** 2)
+        assert row["covgrpo/effective_share"] == pytest.approx(expected, abs=1e-6)
+    assert any(row["covgrpo/weight_std"] > 0.01 for row in finished["steps"])
+
+
+def test_tokens_of_both_ranks_are_counted(finished: dict[str, Any]) -> None:
+    responses = 16 * 8
+    for row in finished["steps"]:
+        tokens = row["response_length/mean"] * responses
+        assert row["covgrpo/tokens"] == pytest.approx(tokens)
+
+
+def test_rollout_and_actor_log_probs_agree(finished: dict[str, Any]) -> None:
+    for row in finished["steps"]:
+        assert row["training/rollout_probs_diff_max"] < 1e-4
+
+
+def test_the_reference_policy_is_left_behind(finished: dict[str, Any]) -> None:
+    first, *_, last = finished["steps"]
+    assert first["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+    assert last["actor/kl_loss"] > 1e-6
+
+
+def test_the_policy_changed(finished: dict[str, Any], prepared: dict[str, Any]) -> None:
+    from safetensors.torch import load_file
+
+    trained = finished["run"].checkpoint / f"global_step_{STEPS}" / "actor" / "huggingface"
+    before = load_file(Path(prepared["model"]) / "model.safetensors")
+    after = load_file(trained / "model.safetensors")
+    assert before.keys() == after.keys()
+    moved = [float((before[name] - after[name].float()).abs().max()) for name in before]
+    assert 0 < max(moved) < 0.1
+
+
+def test_no_process_is_left_behind(finished: dict[str, Any]) -> None:
+    assert launch._marked(finished["run"]._mark) == []
+
+
+def test_an_interrupted_run_ends_its_processes(prepared: dict[str, Any], tmp_path: Path) -> None:
+    run = launch.Run(tmp_path / "run", **prepared, method="grpo", steps=1, seed=0, ranks=1)
+    deadline = time.monotonic() + 180
+    with pytest.raises(KeyboardInterrupt), run:
+        while "Started a local Ray" not in run.log.read_text():
+            assert time.monotonic() < deadline, run.log.read_text()
+            time.sleep(0.2)
+        time.sleep(2)
+        assert len(launch._marked(run._mark)) > 3  # the driver, and Ray's own
+        raise KeyboardInterrupt
+    assert launch._marked(run._mark) == []
+    assert not Path(run._tmp).exists()
+
+
+def test_a_failed_run_says_why(prepared: dict[str, Any], tmp_path: Path) -> None:
+    run = launch.Run(
+        tmp_path / "run",
+        **prepared,
+        method="covgrpo",
+        steps=1,
+        seed=0,
+        ranks=1,
+        overrides=("algorithm.covgrpo.scope=rows",),
+    )
+    with pytest.raises(launch.RunFailed, match=r"covgrpo\.scope is 'rows'"), run:
+        list(run.rows())

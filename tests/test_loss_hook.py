@@ -1,0 +1,294 @@
+"""The loss hook inside verl's own `ppo_loss`, with the actor configurations of its workers."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from verl_fixtures import compose
+
+from verl_covgrpo import MethodError, Rollout, build
+
+pytestmark = pytest.mark.verl
+
+BACKENDS = {"fsdp": [], "megatron": ["model_engine=megatron"]}
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+PROMPTS = (2, 4, 1, 3, 2, 5)
+RESPONSES = (5, 1, 7, 3, 6, 2)
+SPLITS = {
+    "one": [[[0, 1, 2, 3, 4, 5]]],
+    "one row each": [[[0], [1], [2], [3], [4], [5]]],
+    "three rows each": [[[0, 1, 2], [3, 4, 5]]],
+    "uneven, mixed": [[[4, 0], [5], [2, 1, 3]]],
+    "two ranks": [[[0, 1, 2]], [[3, 4, 5]]],
+    "two ranks, mixed": [[[5], [0, 2]], [[4, 3], [1]]],
+}
+"""Ranks, each a list of micro-batches, each a list of rows."""
+
+
+def nested(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+
+class Batch:
+    """Six responses to three prompts, ragged, with a hole in a mask; old and current log-probs."""
+
+    def __init__(self, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def rows() -> list[torch.Tensor]:
+            return [torch.rand(n, generator=generator) for n in RESPONSES]
+
+        self.old = [-2 * row for row in rows()]
+        self.new = [old + 0.6 * (row - 0.5) for old, row in zip(self.old, rows(), strict=True)]
+        self.mask = [torch.ones(n, dtype=torch.int64) for n in RESPONSES]
+        self.mask[2][3] = 0
+        self.group = ["a", "a", "b", "b", "c", "c"]
+        self.rewards = torch.tensor([1.0, 0.0, 0.3, 0.9, 0.0, 1.0])
+
+    def rollout(self, **fields: Any) -> Rollout:
+        pad = torch.nn.utils.rnn.pad_sequence
+        return Rollout(
+            rewards=self.rewards,
+            response_mask=pad(self.mask, batch_first=True),
+            group=self.group,
+            old_log_probs=pad(self.old, batch_first=True),
+            **fields,
+        )
+
+    def gradient(
+        self,
+        config: Any,
+        split: list[list[list[int]]],
+        advantages: torch.Tensor,
+        frozen: torch.Tensor | None = None,
+        loss: Callable[..., Any] | None = None,
+    ) -> list[torch.Tensor]:
+        """Gradient of the summed loss in each row's log-probs, averaged over the ranks."""
+        from verl.utils import tensordict_utils as tu
+        from verl.workers.utils import losses
+
+        leaves = [row.clone().requires_grad_() for row in self.new]
+        for rank in split:
+            for rows in rank:
+                data = TensorDict(
+                    {
+                        "prompts": nested([torch.zeros(PROMPTS[i]).long() for i in rows]),
+                        "responses": nested([torch.zeros(RESPONSES[i]).long() for i in rows]),
+                        "response_mask": nested([self.mask[i] for i in rows]),
+                        "old_log_probs": nested([self.old[i] for i in rows]),
+                        "advantages": nested([advantages[i, : RESPONSES[i]] for i in rows]),
+                        **({} if frozen is None else {"covgrpo_frozen": frozen[rows]}),
+                    },
+                    batch_size=len(rows),
+                )
+                tu.assign_non_tensor(
+                    data,
+                    dp_size=len(split),
+                    batch_num_tokens=sum(int(mask.sum()) for mask in self.mask),
+                    global_batch_size=len(RESPONSES),
+                )
+                # The model's output at a token is the log-prob of the next one.
+                output = torch.cat(
+                    [
+                        part
+                        for i in rows
+                        for part in (torch.zeros(PROMPTS[i] - 1), leaves[i], torch.zeros(1))
+                    ]
+                )
+                lengths = torch.tensor([0] + [PROMPTS[i] + RESPONSES[i] for i in rows])
+                log_probs = torch.nested.nested_tensor_from_jagged(output, lengths.cumsum(0))
+                value, metrics = (loss or losses.ppo_loss)(
+                    config=config, model_output={"log_probs": log_probs}, data=data, dp_group=None
+                )
+                assert "actor/pg_loss" in metrics
+                (value / len(split)).backward()
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+def actor_config(*overrides: str) -> Any:
+    from verl.utils.config import omega_conf_to_dataclass
+
+    return omega_conf_to_dataclass(compose(*overrides).actor_rollout_ref.actor)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def loss_config(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Makes the configuration of an actor with the loss of covgrpo_loss."""
+
+    def make(*overrides: str) -> Any:
+        return actor_config("+method=covgrpo_loss", *BACKENDS[request.param], *overrides)
+
+    return make
+
+
+def vanilla(aggregation: str = "token-mean") -> Any:
+    return actor_config(f"actor_rollout_ref.actor.loss_agg_mode={aggregation}")
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected) == len(RESPONSES)
+    assert max(float(row.abs().max()) for row in expected) > 1e-3
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def weighted_by_hand(batch: Batch, advantages: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
+    """A exp(-c^2 / (2 s^2)) N / sum(w), in plain floats, c of the current log-probs."""
+    weighted = advantages.clone()
+    for row, log_probs in enumerate(batch.new):
+        mean_l, mean_a, inv_s, norm = frozen[row].tolist()
+        for column, log_prob in enumerate(log_probs.tolist()):
+            u = (log_prob - mean_l) * (float(advantages[row, column]) - mean_a) * inv_s
+            weight = torch.tensor(-0.5 * u * u, dtype=torch.float64).exp() * norm
+            weighted[row, column] *= float(weight)
+    return weighted
+
+
+@pytest.mark.parametrize("scope", ["batch", "group"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_loss_does_not_depend_on_the_split(
+    aggregation: str, scope: str, loss_config: Callable[..., Any]
+) -> None:
+    config = loss_config(
+        f"actor_rollout_ref.actor.loss_agg_mode={aggregation}",
+        f"actor_rollout_ref.actor.policy_loss.scope={scope}",
+    )
+    batch = Batch()
+    result = build("covgrpo_loss", scope=scope)(batch.rollout())
+    advantages, frozen = result.advantages, result.loss_fields["covgrpo_frozen"]
+    weighted = weighted_by_hand(batch, advantages, frozen)
+    expected = batch.gradient(vanilla(aggregation), SPLITS["one"], weighted)
+    for split in SPLITS.values():
+        assert_same(batch.gradient(config, split, advantages, frozen), expected)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_estimator_does_not_depend_on_the_split(aggregation: str) -> None:
+    config, batch = vanilla(aggregation), Batch()
+    advantages = build("covgrpo")(batch.rollout()).advantages
+    expected = batch.gradient(config, SPLITS["one"], advantages)
+    for split in SPLITS.values():
+        assert_same(batch.gradient(config, split, advantages), expected)
+
+
+@pytest.mark.parametrize("scope", ["batch", "group"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_both_forms_agree_before_the_first_update(aggregation: str, scope: str) -> None:
+    batch = Batch()
+    batch.new = batch.old
+    result = build("covgrpo_loss", scope=scope)(batch.rollout())
+    weighted = build("covgrpo", scope=scope)(batch.rollout()).advantages
+    config = actor_config(
+        "+method=covgrpo_loss", f"actor_rollout_ref.actor.loss_agg_mode={aggregation}"
+    )
+    frozen = result.loss_fields["covgrpo_frozen"]
+    assert_same(
+        batch.gradient(config, SPLITS["three rows each"], result.advantages, frozen),
+        batch.gradient(vanilla(aggregation), SPLITS["one"], weighted),
+    )
+
+
+def test_masked_tokens_get_no_gradient(loss_config: Callable[..., Any]) -> None:
+    batch = Batch()
+    batch.new = batch.old  # nothing is clipped
+    result = build("covgrpo_loss")(batch.rollout())
+    frozen = result.loss_fields["covgrpo_frozen"]
+    gradient = batch.gradient(loss_config(), SPLITS["one"], result.advantages, frozen)
+    assert gradient[2][3] == 0
+    assert int((gradient[2] != 0).sum()) == RESPONSES[2] - 1
+
+
+def test_without_the_frozen_statistics_it_says_where_they_come_from(
+    loss_config: Callable[..., Any],
+) -> None:
+    batch = Batch()
+    advantages = build("covgrpo_loss")(batch.rollout()).advantages
+    with pytest.raises(MethodError, match=r"policy loss covgrpo needs statistics .*main_ppo"):
+        batch.gradient(loss_config(), SPLITS["one"], advantages)
+
+
+def test_a_micro_batch_is_forgotten_after_its_loss() -> None:
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    batch = Batch()
+    result = build("covgrpo_loss")(batch.rollout())
+    config = actor_config("+method=covgrpo_loss")
+    batch.gradient(config, SPLITS["one"], result.advantages, result.loss_fields["covgrpo_frozen"])
+    ones = torch.ones(2, 3)
+    with pytest.raises(MethodError, match="policy loss covgrpo needs statistics"):
+        get_policy_loss_fn("covgrpo")(
+            old_log_prob=ones, log_prob=ones, advantages=ones, response_mask=ones, config=config
+        )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("extra", [False, True])
+def test_verls_own_losses_stay_the_same_to_the_bit(backend: str, extra: bool) -> None:
+    from verl.workers.utils.losses import ppo_loss
+
+    batch = Batch()
+    result = build("covgrpo_loss")(batch.rollout())
+    frozen = result.loss_fields["covgrpo_frozen"] if extra else None
+    for mode in ("vanilla", "gspo"):
+        config = actor_config(
+            *BACKENDS[backend], f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}"
+        )
+        found, expected = (
+            batch.gradient(config, SPLITS["two ranks, mixed"], result.advantages, frozen, loss)
+            for loss in (ppo_loss, ppo_loss.__wrapped__)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_the_loss_reports_the_mean_weight() -> None:
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    from verl_covgrpo.verl_hooks import loss
+
+    batch = Batch()
+    rollout = batch.rollout()
+    result = build("covgrpo_loss")(rollout)
+    arguments: dict[str, Any] = {
+        "old_log_prob": rollout.old_log_probs,
+        "log_prob": rollout.old_log_probs,
+        "advantages": result.advantages,
+        "response_mask": rollout.response_mask,
+    }
+    config = actor_config("+method=covgrpo_loss")
+    token = loss._DATA.set({"covgrpo_frozen": result.loss_fields["covgrpo_frozen"]})
+    try:
+        _, metrics = get_policy_loss_fn("covgrpo")(**arguments, config=config)
+    finally:
+        loss._DATA.reset(token)
+    _, verls = get_policy_loss_fn("vanilla")(**arguments, config=vanilla())
+    assert metrics.keys() - verls.keys() == {"actor/covgrpo_loss_weight"}
+    assert metrics["actor/covgrpo_loss_weight"] == pytest.approx(1.0, rel=1e-6)
+
+
+# The configuration class
+
+
+def test_the_configuration_class_checks_and_travels(loss_config: Callable[..., Any]) -> None:
+    from verl.workers.config import PolicyLossConfig
+
+    from verl_covgrpo.verl_hooks import loss_config as classes
+
+    config = loss_config("actor_rollout_ref.actor.policy_loss.scope=group").policy_loss
+    assert type(config) is classes.covgrpo_loss
+    assert isinstance(config, PolicyLossConfig)
+    assert (config.loss_mode, config.scope, config.get("scope")) == ("covgrpo", "group", "group")
+    back = pickle.loads(pickle.dumps(config))
+    assert type(back) is type(config)
+    assert back == config
+    assert classes.covgrpo_loss().scope == build("covgrpo_loss").scope  # type: ignore[attr-defined]
+
+
+def test_an_unknown_configuration_class_is_an_attribute_error() -> None:
+    from verl_covgrpo.verl_hooks import loss_config as classes
+
+    with pytest.raises(AttributeError, match="did you mean 'covgrpo_loss'"):
+        _ = classes.covgrpo_los
