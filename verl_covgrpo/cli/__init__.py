@@ -38,7 +38,7 @@ def demo(
         bool, typer.Option("--compare", help="Train with grpo and with covgrpo, one plot.")
     ] = False,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Training steps.", show_default="60; smollm2: 6")
+        int | None, typer.Option(min=1, help="Training steps.", show_default="40; smollm2: 6")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and sampling.")] = 0,
     ranks: Annotated[int, typer.Option(min=1, max=2, help="Actor ranks, each with a vLLM.")] = 1,

@@ -72,7 +72,7 @@ class WarmStart:
 
 
 TINY = Demo(
-    name="tiny", task=WarmStart().task, steps=60, response_length=8, validation_prompts=512
+    name="tiny", task=WarmStart().task, steps=40, response_length=8, validation_prompts=512
 )
 
 SMOLLM2 = Demo(
