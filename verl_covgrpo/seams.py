@@ -1,9 +1,9 @@
 """The places where verl lets a plugin in, wrapped by name and checked before they are touched.
 
-A seam is one function of one verl module. It is wrapped when verl first imports that module, so that
-loading the plugin imports nothing. Where the function is gone or takes other arguments than those
-this package was written for, it is left alone and the seam says so: runs that select none of our
-methods go on as before, runs that select one are refused (`require_all`).
+A seam is one function of one verl module. It is wrapped when verl first imports that module, so
+that loading the plugin imports nothing. Where the function is gone or takes other arguments than
+those this package was written for, it is left alone and the seam says so: runs that select none of
+our methods go on as before, runs that select one are refused (`require_all`).
 """
 
 from __future__ import annotations
@@ -101,9 +101,11 @@ def require_all() -> None:
         try:
             importlib.import_module(seam.module)
         except ImportError as error:
-            seam.error = seam.error or f"verl {verl_version()}: cannot import {seam.module} ({error})"
+            seam.error = (
+                seam.error or f"verl {verl_version()}: cannot import {seam.module} ({error})"
+            )
         if seam.error:
             raise MethodError(
-                f"{seam.error}. This release of verl-covgrpo was written for verl 0.9.1: install that "
-                "one, or a release of verl-covgrpo that knows yours."
+                f"{seam.error}. This release of verl-covgrpo was written for verl 0.9.1: install "
+                "that one, or a release of verl-covgrpo that knows yours."
             )

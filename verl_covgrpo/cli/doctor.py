@@ -22,7 +22,6 @@ def make_probe() -> Callable[[], Report]:
     """
 
     def probe() -> dict[str, Any]:
-        import importlib
         import os
         import platform
         import socket
@@ -65,7 +64,9 @@ def make_probe() -> Callable[[], Report]:
         if not versions["verl-covgrpo"]:
             problems.append("verl-covgrpo is not installed here: pip install verl-covgrpo")
         if not versions["TransferQueue"]:
-            problems.append("verl's V1 trainer needs TransferQueue: pip install TransferQueue==0.1.11")
+            problems.append(
+                "verl's V1 trainer needs TransferQueue: pip install TransferQueue==0.1.11"
+            )
         try:
             import verl  # noqa: F401
             from verl.plugin.platform import get_platform

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 from wrapt import when_imported
 
 
-def _register(transformer_impl: ModuleType) -> None:
+def _register(transformer_impl: Any) -> None:
     from verl.workers.engine.base import EngineRegistry
 
     offload_policy = transformer_impl.CPUOffloadPolicy
@@ -22,7 +21,9 @@ def _register(transformer_impl: ModuleType) -> None:
         ("language_model", transformer_impl.FSDPEngineWithLMHead),
         ("value_model", transformer_impl.FSDPEngineWithValueHead),
     ):
-        subclass = type(f"{engine.__name__}CPU", (engine,), {"__doc__": f"{engine.__name__}, on a CPU."})
+        subclass = type(
+            f"{engine.__name__}CPU", (engine,), {"__doc__": f"{engine.__name__}, on a CPU."}
+        )
         EngineRegistry.register(model_type=model_type, backend="fsdp2", device="cpu")(subclass)
 
 

@@ -69,8 +69,10 @@ class PlatformCPU(PlatformBase):
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
         return False  # never chosen by detection, only by VERL_PLATFORM=cpu
 
-    def current_device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("cpu")  # verl passes this to `.to(...)`; an index would mean an accelerator
+    def current_device(self) -> torch.device:
+        return torch.device(
+            "cpu"
+        )  # verl passes this to `.to(...)`; an index would mean an accelerator
 
     def device_count(self) -> int:
         return 1

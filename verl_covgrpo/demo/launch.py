@@ -171,7 +171,9 @@ def last_words(log: Path, lines: int = 12) -> str:
     """The lines of a log that say why it ended: the last error, else its tail."""
     text = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in log.read_text().splitlines()]
     errors = [
-        line for line in text if re.match(r"(\(.*?\) )?\s*([\w.]+(Error|Exception)\b|verl-covgrpo: )", line)
+        line
+        for line in text
+        if re.match(r"(\(.*?\) )?\s*([\w.]+(Error|Exception)\b|verl-covgrpo: )", line)
     ]
     return "\n".join(errors[-3:] if errors else text[-lines:])
 

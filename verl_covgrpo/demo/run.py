@@ -22,12 +22,20 @@ def check_installed() -> None:
     Raises:
         RuntimeError: names the package and the command that mends it.
     """
-    needed = ("verl", "vllm", "ray", "transfer_queue", "transformers", "reasoning_gym", "matplotlib")
+    needed = (
+        "verl",
+        "vllm",
+        "ray",
+        "transfer_queue",
+        "transformers",
+        "reasoning_gym",
+        "matplotlib",
+    )
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise RuntimeError(
-            f"the demo needs {', '.join(missing)}: pip install 'verl-covgrpo[cpu]' (docs/install.md "
-            "has the commands for a plain CPU)"
+            f"the demo needs {', '.join(missing)}: pip install 'verl-covgrpo[cpu]' "
+            "(docs/install.md has the commands for a plain CPU)"
         )
     try:
         import transformers.modeling_utils  # noqa: F401

@@ -71,9 +71,7 @@ class WarmStart:
     )
 
 
-TINY = Demo(
-    name="tiny", task=WarmStart().task, steps=40, response_length=8, validation_prompts=512
-)
+TINY = Demo(name="tiny", task=WarmStart().task, steps=40, response_length=8, validation_prompts=512)
 
 SMOLLM2 = Demo(
     name="smollm2",

@@ -1,9 +1,9 @@
 """The advantage hook: hands the whole batch to a method inside verl's V1 trainer.
 
-verl calls a registered estimator with rewards, mask and groups. What a method needs beyond that (old
-log-probs, entropy, reference log-probs) is in the trainer's queue; the hook fetches it, holds it while
-verl's own `_compute_advantage` runs, and afterwards hands metrics to verl's trackers and writes back
-what a loss needs later.
+verl calls a registered estimator with rewards, mask and groups. What a method needs beyond that
+(old log-probs, entropy, reference log-probs) is in the trainer's queue; the hook fetches it, holds
+it while verl's own `_compute_advantage` runs, and afterwards hands metrics to verl's trackers and
+writes back what a loss needs later.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ VERL_NAME = {
 ELSEWHERE = (
     "needs statistics of the whole batch, which only verl's V1 trainer hands to the plugin: launch "
     "`python3 -m verl.trainer.main_ppo` with trainer.use_v1=True (trainer modes sync, "
-    "colocate_async and separate_async); one_step_off, fully_async and the V0 trainer have no such hook"
+    "colocate_async and separate_async); one_step_off, fully_async and the V0 "
+    "trainer have no such hook"
 )
 
 
@@ -145,7 +146,7 @@ def _rollout_fields(trainer: Any, batch: Any, method: Method) -> dict[str, Any]:
         wanted.append("scores")
     data, _ = _fetch(batch, [VERL_NAME[name] for name in wanted])
     fields: dict[str, Any] = {
-        name: data[VERL_NAME[name]] for name in wanted if VERL_NAME[name] in data.keys()
+        name: data[VERL_NAME[name]] for name in wanted if VERL_NAME[name] in data
     }
     if "scores" in fields:
         fields["scores"] = fields["scores"].sum(dim=-1)

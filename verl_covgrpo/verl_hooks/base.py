@@ -1,4 +1,4 @@
-"""The estimator under a weighting: our own `grpo`, or any of verl's that needs the rewards alone."""
+"""The estimator under a weighting: our own `grpo`, or one of verl's that needs rewards alone."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def check(base: str, where: str) -> None:
         name
         for name, parameter in inspect.signature(ADV_ESTIMATOR_REGISTRY[base]).parameters.items()
         if parameter.default is inspect.Parameter.empty
-        and parameter.kind
-        not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        and parameter.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     }
     if required - _GIVEN or base in _NEED_MORE:
         more = ", ".join(sorted(required - _GIVEN)) or "more than the rewards"

@@ -64,7 +64,8 @@ def _check_marker(config: DictConfig) -> None:
     ):
         if wanted is not None and found != wanted:
             raise MethodError(
-                f"+method={marker} sets {setting}={wanted}, but this launch sets {setting}={found}, "
+                f"+method={marker} sets {setting}={wanted}, but this launch sets "
+                f"{setting}={found}, "
                 f"which beats it: delete {setting}={found}"
             )
 
@@ -147,8 +148,8 @@ def _check_single_form(selected: selection.Selection) -> None:
         return
     if estimator.adv_estimator == loss.loss_mode:
         raise MethodError(
-            f"{ESTIMATOR}={estimator.adv_estimator} and {LOSS}={loss.loss_mode} together would weight "
-            f"every token twice: keep one of them (for the loss, {ESTIMATOR}=grpo)"
+            f"{ESTIMATOR}={estimator.adv_estimator} and {LOSS}={loss.loss_mode} together would "
+            f"weight every token twice: keep one of them (for the loss, {ESTIMATOR}=grpo)"
         )
 
 

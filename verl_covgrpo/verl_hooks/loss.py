@@ -1,8 +1,8 @@
 """The loss hook: makes what a method froze for the whole batch available to a loss in the workers.
 
-verl hands a registered policy loss only log-probs, advantages and mask. The frozen fields travel with
-the batch; the hook holds the micro-batch's data while verl's own `ppo_loss` runs, and the registered
-function reads them from there.
+verl hands a registered policy loss only log-probs, advantages and mask. The frozen fields travel
+with the batch; the hook holds the micro-batch's data while verl's own `ppo_loss` runs, and the
+registered function reads them from there.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class FrozenFields:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         data = _DATA.get()
-        if data is None or name not in data.keys():
+        if data is None or name not in data:
             raise MethodError(f"the policy loss {self.method} {ELSEWHERE}")
         value = data[name]
         return value.to_padded_tensor(0.0) if value.is_nested else value
 
 
 def policy_loss(method: type[Method]) -> Callable[..., tuple[torch.Tensor, dict[str, Any]]]:
-    """Return the function that verl's registry holds: verl's vanilla loss, the advantage weighted."""
+    """Return the function that verl's registry holds: verl's vanilla loss, weighted."""
     instance = registry.build(method.name)
     fields = FrozenFields(str(method.loss_mode))
 

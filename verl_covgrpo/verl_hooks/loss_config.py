@@ -1,7 +1,7 @@
 """verl's PolicyLossConfig with the parameters of one of our losses.
 
-`policy_loss._target_: verl_covgrpo.verl_hooks.loss_config.covgrpo_loss` names the class for the method
-`covgrpo_loss`; it is made from the method's own parameters, so that each is declared once.
+`policy_loss._target_: verl_covgrpo.verl_hooks.loss_config.covgrpo_loss` names the class for the
+method `covgrpo_loss`; it is made from the method's own parameters, so that each is declared once.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ def _config_class(name: str) -> type[Any]:
     from verl_covgrpo.verl_hooks import selection
 
     parameters = selection.parameters(registry.get(name))
-    fields = [
-        (key, Any, dataclasses.field(default=default)) for key, default in parameters.items()
-    ]
+    fields = [(key, Any, dataclasses.field(default=default)) for key, default in parameters.items()]
     return dataclasses.make_dataclass(
         name, fields, bases=(PolicyLossConfig,), namespace={"__module__": __name__}
     )
