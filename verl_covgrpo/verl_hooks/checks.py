@@ -55,7 +55,7 @@ def _check_marker(config: DictConfig) -> None:
         return
     if marker not in registry.names():
         if hint := did_you_mean(str(marker), registry.names(), cutoff=REFUSED_FROM):
-            raise MethodError(f"algorithm.{MARKER}={marker} is unknown{hint}")
+            raise MethodError(f"algorithm.{MARKER}: unknown method {str(marker)!r}{hint}")
         return
     method = registry.get(str(marker))
     for setting, wanted, found in (
@@ -65,8 +65,7 @@ def _check_marker(config: DictConfig) -> None:
         if wanted is not None and found != wanted:
             raise MethodError(
                 f"+method={marker} sets {setting}={wanted}, but this launch sets "
-                f"{setting}={found}, "
-                f"which beats it: delete {setting}={found}"
+                f"{setting}={found}, which beats it: delete {setting}={found}"
             )
 
 
@@ -157,18 +156,17 @@ def _check_registered(method: type[Method]) -> None:
     """Verl overwrites a loss of the same name without a word, and another plugin may be faster."""
     from verl.trainer.ppo import core_algos
 
-    for setting, name, registered in (
-        (ESTIMATOR, method.adv_estimator, core_algos.ADV_ESTIMATOR_REGISTRY),
-        (LOSS, method.loss_mode, core_algos.POLICY_LOSS_REGISTRY),
+    for setting, kind, name, registered in (
+        (ESTIMATOR, "estimator", method.adv_estimator, core_algos.ADV_ESTIMATOR_REGISTRY),
+        (LOSS, "loss", method.loss_mode, core_algos.POLICY_LOSS_REGISTRY),
     ):
         if name is None:
             continue
         found = registered.get(name)
-        if getattr(found, "verl_covgrpo_method", None) != method.name:
-            where = f"from {found.__module__}" if found is not None else "nothing"
+        if found is not None and getattr(found, "verl_covgrpo_method", None) != method.name:
             raise MethodError(
-                f"{setting}={name}: verl's registry holds {where} under that name, not "
-                "verl-covgrpo's: remove the other plugin or rename what it registers"
+                f"{setting}={name}: another {kind} is registered as {name!r} (from "
+                f"{found.__module__}): remove what registers it, or rename that one"
             )
 
 
