@@ -39,10 +39,11 @@ def expected_advantages(batch: dict[str, Any], base: torch.Tensor, scope: str) -
 
 
 def per_token_base(batch: dict[str, Any], seed: int) -> torch.Tensor:
-    """Return a base that varies within a response, nan where the mask is 0."""
+    """Return a base that varies within a response; where the mask is 0 also nan."""
     mask = batch["response_mask"]
-    values = torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed))
-    return values.masked_fill(~mask, torch.nan)
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(mask.shape, generator=generator)
+    return values.masked_fill(~mask & (values > 0.5), torch.nan)
 
 
 # The formula

@@ -30,7 +30,7 @@ import torch
 from verl_covgrpo.base import grpo
 from verl_covgrpo.errors import MethodError, did_you_mean
 from verl_covgrpo.rollout import Reweighted, Rollout
-from verl_covgrpo.stats import take_threads
+from verl_covgrpo.stats import one_thread
 
 _PACKAGES = ("verl_covgrpo.methods", "verl_covgrpo.losses")
 _METHODS: dict[str, type[Method]] = {}
@@ -76,7 +76,7 @@ class Method:
         start = time.perf_counter()
         for field in self.needs:
             rollout.require(field)
-        with take_threads():
+        with one_thread():
             result = self.reweight(rollout)
         result.metrics["seconds"] = time.perf_counter() - start
         return result

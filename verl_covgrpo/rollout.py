@@ -77,7 +77,7 @@ class Rollout:
     """Number of groups, those without a valid token included."""
 
     def __post_init__(self) -> None:
-        with stats.take_threads():
+        with stats.one_thread():
             self._check()
 
     def _check(self) -> None:

@@ -10,67 +10,32 @@ Shape suffixes: B rows, T columns, r rows and w columns of a chunk, S scopes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-
-_Chunk = TypeVar("_Chunk")
-_Partial = TypeVar("_Partial")
 
 CHUNK_ELEMENTS = 1 << 17
 """Elements of a chunk: 0.5 MB in float32."""
 
 
-MOST_THREADS = 8
-"""Beyond this the interpreter, which hands out the operations, is the bottleneck."""
-
-_threads: ContextVar[int] = ContextVar("verl_covgrpo_threads", default=1)
-
-
 @contextmanager
-def take_threads() -> Iterator[None]:
-    """Let each operation of torch run on its calling thread alone, and `over_chunks` use the others.
+def one_thread() -> Iterator[None]:
+    """Let torch run on the calling thread alone.
 
-    An operation on a chunk is too short to be shared: where other processes keep a core busy,
-    waiting for the other threads after each of them takes many times longer than the work.
+    An operation on a chunk is too short to be worth sharing: where other processes keep a core
+    busy, waiting for the other threads after each of them takes many times longer than the work.
     """
     threads = torch.get_num_threads()
-    token = _threads.set(max(threads, _threads.get()))
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        _threads.reset(token)
-
-
-def over_chunks(
-    work: Callable[[Iterator[_Chunk]], _Partial], chunks: Sequence[_Chunk], device: torch.device
-) -> list[_Partial]:
-    """Let threads share some chunks; return what `work` returns in each of them.
-
-    `work` is called once per thread, with an iterator that yields the next chunk that no other thread
-    has taken. It may write to the rows of its chunks, so that it does not matter who took which.
-    """
-    queue = iter(chunks)
-    threads = min(_threads.get(), MOST_THREADS, len(chunks)) if device.type == "cpu" else 1
-    if threads <= 1:
-        return [work(queue)]
-    inference = torch.is_inference_mode_enabled()
-
-    def in_thread(_: int) -> _Partial:
-        with torch.inference_mode(inference):
-            return work(queue)
-
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(in_thread, range(threads)))
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -82,10 +47,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 class Scratch:
-    """Memory for one chunk at a time; new memory for each would take longer than the arithmetic.
-
-    Each thread needs its own.
-    """
+    """Memory for one chunk at a time; new memory for each would take longer than the arithmetic."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._flat = torch.empty(0, dtype=dtype, device=device)
@@ -99,6 +61,28 @@ class Scratch:
     def copy(self, x_rw: torch.Tensor) -> torch.Tensor:
         """Return a copy of `x_rw` in the dtype of the scratch."""
         return self.like(x_rw).copy_(x_rw)
+
+
+class Counter:
+    """Counts the elements of a chunk that lie above or below a value."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._scratch = Scratch(torch.bool, device)
+
+    def above(self, x_rw: torch.Tensor, value: float) -> int:
+        """Return how many elements are greater than `value`."""
+        return self._count(np.greater, torch.gt, x_rw, value)
+
+    def below(self, x_rw: torch.Tensor, value: float) -> int:
+        """Return how many elements are less than `value`."""
+        return self._count(np.less, torch.lt, x_rw, value)
+
+    def _count(self, in_numpy: Any, in_torch: Any, x_rw: torch.Tensor, value: float) -> int:
+        flags_rw = self._scratch.like(x_rw)
+        if x_rw.device.type != "cpu":
+            return int(torch.count_nonzero(in_torch(x_rw, value, out=flags_rw)))
+        # numpy compares into booleans, and counts those, many times faster than torch.
+        return int(np.count_nonzero(in_numpy(x_rw.numpy(), value, out=flags_rw.numpy())))
 
 
 def row_slices(x_BT: torch.Tensor, elements: int = CHUNK_ELEMENTS) -> list[slice]:
@@ -170,32 +154,20 @@ class Tokens:
         dtype = torch.promote_types(x_BT.dtype, torch.float32)
         sizes = [len(chunk.rows) * chunk.width for chunk in self.chunks]
         memory = zeros((sum(sizes),), dtype, x_BT.device).split(sizes)
-        packed = [
-            part.view(-1, chunk.width) for part, chunk in zip(memory, self.chunks, strict=True)
-        ]
-
-        def copy(parts: Iterator[tuple[Chunk, torch.Tensor]]) -> None:
-            for chunk, part_rw in parts:
-                if x_BT.dtype == dtype:
-                    torch.index_select(x_BT[:, : chunk.width], 0, chunk.rows, out=part_rw)
-                else:
-                    part_rw.copy_(chunk.take(x_BT))
-
-        self.over_chunks_with(packed, copy)
+        packed = []
+        for chunk, part in zip(self.chunks, memory, strict=True):
+            packed.append(part.view(-1, chunk.width))
+            if x_BT.dtype == dtype:
+                torch.index_select(x_BT[:, : chunk.width], 0, chunk.rows, out=packed[-1])
+            else:
+                packed[-1].copy_(chunk.take(x_BT))
         return packed
 
-    def over_chunks(self, work: Callable[[Iterator[Chunk]], _Partial]) -> list[_Partial]:
-        """Let threads share the chunks; see `over_chunks`."""
-        return over_chunks(work, self.chunks, self.mask.device)
-
-    def over_chunks_with(
-        self,
-        packed: list[torch.Tensor],
-        work: Callable[[Iterator[tuple[Chunk, torch.Tensor]]], _Partial],
-    ) -> list[_Partial]:
-        """Let threads share the chunks, each with its part of a packed field."""
-        parts = list(zip(self.chunks, packed, strict=True))
-        return over_chunks(work, parts, self.mask.device)
+    def unpack_rows(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Put one number per row, (r,) of every chunk, where it belongs, (B,) float64."""
+        x_B = torch.zeros(self.count.shape, dtype=torch.float64, device=self.count.device)
+        x_B[torch.cat([chunk.rows for chunk in self.chunks])] = torch.cat(list(parts)).double()
+        return x_B
 
     def at_first(self, x_BT: torch.Tensor) -> torch.Tensor:
         """Return the value at each row's first valid token, (B,) float64; 0 where there is none."""
@@ -217,37 +189,31 @@ def tokens_of(mask_BT: torch.Tensor) -> Tokens:
     bool_BT = mask_BT if is_bool else zeros(mask_BT.shape, torch.bool, mask_BT.device)
     count_B = torch.zeros(size, dtype=torch.int64, device=mask_BT.device)
     end_B = torch.zeros_like(count_B)
-
-    def locate(slices: Iterator[slice]) -> None:
-        ones = Scratch(exact, mask_BT.device)
-        for rows in slices:
-            if not is_bool:
-                bool_BT[rows] = mask_BT[rows]
-            ones_rT = ones.copy(bool_BT[rows].view(torch.uint8))
-            count_r = ones_rT.sum(dim=1).long()
-            if not is_bool:
-                _check_zero_one(mask_BT[rows], bool_BT[rows], int(count_r.sum()), rows.start)
-            count_B[rows] = count_r
-            end_B[rows] = ones_rT.mul_(positions_T).amax(dim=1).long()
-
-    if columns:
-        over_chunks(locate, row_slices(mask_BT, CHUNK_ELEMENTS // 2), mask_BT.device)
+    ones = Scratch(exact, mask_BT.device)
+    for rows in row_slices(mask_BT, CHUNK_ELEMENTS // 2) if columns else []:
+        if not is_bool:
+            _check_zero_one(mask_BT[rows], rows.start)
+            bool_BT[rows] = mask_BT[rows]
+        ones_rT = ones.copy(bool_BT[rows].view(torch.uint8))
+        count_B[rows] = ones_rT.sum(dim=1).long()
+        end_B[rows] = ones_rT.mul_(positions_T).amax(dim=1).long()
     return Tokens(bool_BT, count_B, end_B)
 
 
-class NotBoolean(ValueError):  # noqa: N818
+class NotBoolean(ValueError):
     """A mask with a value that is neither 0 nor 1."""
 
     def __init__(self, value: float, row: int, column: int) -> None:
         super().__init__(f"{value} at row {row}, column {column}")
 
 
-def _check_zero_one(mask_rT: torch.Tensor, bool_rT: torch.Tensor, ones: int, start: int) -> None:
+def _check_zero_one(mask_rT: torch.Tensor, start: int) -> None:
     """Raise `NotBoolean` where the rows of a mask from `start` on are not 0 or 1."""
-    # Integers up to 1 that add up to the number of those that are not 0 are 0 and 1.
-    if not mask_rT.is_floating_point() and int(mask_rT.sum()) == ones and int(mask_rT.amax()) <= 1:
+    in_numpy = mask_rT.device.type == "cpu" and not mask_rT.is_floating_point()
+    # Any other integer would leave one of its bits in here.
+    if in_numpy and np.bitwise_or.reduce(mask_rT.numpy(), axis=None) in (0, 1):
         return
-    wrong_rT = mask_rT != bool_rT
+    wrong_rT = mask_rT != (mask_rT != 0)
     if bool(wrong_rT.any()):
         row, column = (int(i) for i in wrong_rT.nonzero()[0])
         raise NotBoolean(mask_rT[row, column].item(), start + row, column)
@@ -272,21 +238,23 @@ class MomentsOfRows:
     """
 
     def __init__(self, tokens: Tokens, pivot_B: torch.Tensor) -> None:
-        self.count = tokens.count.double()
+        self.tokens = tokens
         self.pivot = pivot_B
-        self.deviation = torch.zeros_like(self.count)
-        self.norm = torch.zeros_like(self.count)
+        self.deviations: list[torch.Tensor] = []
+        self.norms: list[torch.Tensor] = []
 
-    def add(self, rows: torch.Tensor, deviation_rw: torch.Tensor) -> None:
-        """Take up the deviations of some rows, (r, w) float64, 0 where the mask is 0."""
-        self.deviation[rows] = deviation_rw.sum(dim=1)
-        self.norm[rows] = torch.linalg.vector_norm(deviation_rw, dim=1)
+    def add(self, deviation_rw: torch.Tensor) -> None:
+        """Take up the deviations of the next chunk, (r, w) float64, 0 where the mask is 0."""
+        self.deviations.append(deviation_rw.sum(dim=1))
+        self.norms.append(torch.linalg.vector_norm(deviation_rw, dim=1))
 
     def result(self) -> RowMoments:
         """Return the moments of all rows."""
-        mean_deviation = self.deviation / self.count.clamp(min=1)
-        m2 = (self.norm.square() - self.deviation * mean_deviation).clamp(min=0)
-        return RowMoments(self.count, self.pivot + mean_deviation, m2)
+        count_B = self.tokens.count.double()
+        deviation_B = self.tokens.unpack_rows(self.deviations)
+        mean_B = deviation_B / count_B.clamp(min=1)
+        m2_B = self.tokens.unpack_rows(self.norms).square() - deviation_B * mean_B
+        return RowMoments(count_B, self.pivot + mean_B, m2_B.clamp(min=0))
 
 
 def row_moments(x_BT: torch.Tensor, tokens: Tokens, packed: list[torch.Tensor]) -> RowMoments:
@@ -294,18 +262,15 @@ def row_moments(x_BT: torch.Tensor, tokens: Tokens, packed: list[torch.Tensor]) 
 
     `packed` is `tokens.pack(x_BT)`.
     """
-    moments = MomentsOfRows(tokens, tokens.at_first(x_BT))
+    pivot_B = tokens.at_first(x_BT)
+    moments = MomentsOfRows(tokens, pivot_B)
     exact = torch.promote_types(x_BT.dtype, torch.float32)
-    pivot_B1 = moments.pivot.to(exact).unsqueeze(1)
-
-    def add(parts: Iterator[tuple[Chunk, torch.Tensor]]) -> None:
-        scratch, scratch64 = Scratch(exact, x_BT.device), Scratch(torch.float64, x_BT.device)
-        for chunk, x_rw in parts:
-            deviation_rw = torch.sub(x_rw, pivot_B1[chunk.rows], out=scratch.like(x_rw))
-            chunk.mask_(deviation_rw, tokens.mask, 0.0)
-            moments.add(chunk.rows, scratch64.copy(deviation_rw))
-
-    tokens.over_chunks_with(packed, add)
+    pivot_B1 = pivot_B.to(exact).unsqueeze(1)
+    scratch, scratch64 = Scratch(exact, x_BT.device), Scratch(torch.float64, x_BT.device)
+    for chunk, x_rw in zip(tokens.chunks, packed, strict=True):
+        deviation_rw = torch.sub(x_rw, pivot_B1[chunk.rows], out=scratch.like(x_rw))
+        chunk.mask_(deviation_rw, tokens.mask, 0.0)
+        moments.add(scratch64.copy(deviation_rw))
     return moments.result()
 
 
@@ -316,14 +281,10 @@ def row_extremes(x_BT: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torc
     """
     low_B = torch.full_like(tokens.count, torch.inf, dtype=torch.float64)
     high_B = -low_B
-
-    def find(chunks: Iterator[Chunk]) -> None:
-        for chunk in chunks:
-            x_rw = chunk.take(x_BT)
-            low_B[chunk.rows] = chunk.mask_(x_rw, tokens.mask, torch.inf).amin(dim=1).double()
-            high_B[chunk.rows] = chunk.mask_(x_rw, tokens.mask, -torch.inf).amax(dim=1).double()
-
-    tokens.over_chunks(find)
+    for chunk in tokens.chunks:
+        x_rw = chunk.take(x_BT)
+        low_B[chunk.rows] = chunk.mask_(x_rw, tokens.mask, torch.inf).amin(dim=1).double()
+        high_B[chunk.rows] = chunk.mask_(x_rw, tokens.mask, -torch.inf).amax(dim=1).double()
     return low_B, high_B
 
 

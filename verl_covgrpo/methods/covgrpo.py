@@ -28,7 +28,6 @@ Shape suffixes: B responses, T columns, S scopes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -37,7 +36,7 @@ import torch
 from verl_covgrpo import stats
 from verl_covgrpo.registry import Method, register
 from verl_covgrpo.rollout import Reweighted, Rollout
-from verl_covgrpo.stats import Chunk, RowMoments, Scopes
+from verl_covgrpo.stats import RowMoments, Scopes
 
 Scope = Literal["batch", "group"]
 
@@ -158,16 +157,12 @@ def product_moments(
     l_BT, tokens = rollout.require("old_log_probs"), rollout.tokens
     pivot_B = (tokens.at_first(l_BT) - mean_l_B) * (tokens.at_first(A_BT) - mean_A_B)
     moments = stats.MomentsOfRows(tokens, pivot_B)
-
-    def add(chunks: Iterator[Chunk]) -> None:
-        for chunk in chunks:
-            rows = chunk.rows
-            c_rw = chunk.take(l_BT).double().sub_(mean_l_B[rows, None])
-            c_rw.mul_(chunk.take(A_BT).double().sub_(mean_A_B[rows, None]))
-            c_rw.sub_(pivot_B[rows, None])
-            moments.add(rows, chunk.mask_(c_rw, tokens.mask, 0.0))
-
-    tokens.over_chunks(add)
+    for chunk in tokens.chunks:
+        rows = chunk.rows
+        c_rw = chunk.take(l_BT).double().sub_(mean_l_B[rows, None])
+        c_rw.mul_(chunk.take(A_BT).double().sub_(mean_A_B[rows, None]))
+        c_rw.sub_(pivot_B[rows, None])
+        moments.add(chunk.mask_(c_rw, tokens.mask, 0.0))
     return moments.result()
 
 
@@ -213,16 +208,12 @@ class Weighting:
         norm_B1 = self.norm[self.scopes.index].unsqueeze(1)
         mask_BT = self.rollout.response_mask
         weighted_BT = stats.zeros(mask_BT.shape, torch.float32, mask_BT.device)
-
-        def multiply(parts: Iterator[tuple[Chunk, torch.Tensor]]) -> None:
-            for chunk, w_rw in parts:
-                A = chunk.take(self.A)
-                if A.shape[1] > 1:
-                    chunk.mask_(A, mask_BT, 0.0)
-                w_rw.mul_((norm_B1[chunk.rows] * A).to(w_rw.dtype))
-                chunk.put(w_rw.float(), weighted_BT)
-
-        self.rollout.tokens.over_chunks_with(self.kernel, multiply)
+        for chunk, w_rw in zip(self.rollout.tokens.chunks, self.kernel, strict=True):
+            A = chunk.take(self.A)
+            if A.shape[1] > 1:
+                chunk.mask_(A, mask_BT, 0.0)
+            w_rw.mul_((norm_B1[chunk.rows] * A).to(w_rw.dtype))
+            chunk.put(w_rw.float(), weighted_BT)
         return weighted_BT
 
     def metrics(self) -> dict[str, float]:
@@ -279,49 +270,45 @@ def apply_kernel_(
     covariance: Covariance,
 ) -> Weighting:
     """Turn the log-probs, in chunks, into w, in place, and return what w adds up to."""
-    tokens = rollout.tokens
-    mean_l_B1 = covariance.mean_l[scopes.index].unsqueeze(1)
-    mean_A_B1 = covariance.mean_A[scopes.index].unsqueeze(1)
-    inv_s_B1 = covariance.inv_s[scopes.index].unsqueeze(1)
-    count_B = tokens.count.double()
-    sums_6B = count_B.new_zeros(6, len(count_B))
-    w_B, norm_B, w_positive_B, w_negative_B, positive_B, negative_B = sums_6B
-
-    def add(parts: Iterator[tuple[Chunk, torch.Tensor]]) -> tuple[float, float, float]:
-        suppressed = high = low = 0.0
-        scratch = stats.Scratch(torch.float32, count_B.device)
-        scratch64 = stats.Scratch(torch.float64, count_B.device)
-        for chunk, l_rw in parts:
-            rows, A_rw = chunk.rows, chunk.take(A)
-            u_rw = standardised_covariance_(
-                l_rw, mean_l_B1[rows], A_rw, mean_A_B1[rows], inv_s_B1[rows]
+    tokens, frozen = rollout.tokens, (covariance.mean_l, covariance.mean_A, covariance.inv_s)
+    frozen_B3 = torch.stack(frozen, dim=1)[scopes.index]
+    count = stats.Counter(frozen_B3.device)
+    scratch64 = stats.Scratch(torch.float64, frozen_B3.device)
+    sums, norms, signed = [], [], []
+    suppressed = high = low = 0
+    for chunk, l_rw in zip(tokens.chunks, l, strict=True):
+        A_rw = chunk.take(A)
+        mean_l_r1, mean_A_r1, inv_s_r1 = frozen_B3[chunk.rows].split(1, dim=1)
+        u_rw = standardised_covariance_(l_rw, mean_l_r1, A_rw, mean_A_r1, inv_s_r1)
+        # An infinite u has the kernel 0, so that nothing below has to look at the mask.
+        chunk.mask_(u_rw, tokens.mask, -torch.inf)
+        high += count.above(u_rw, 2.0)
+        low += count.below(u_rw, -2.0)
+        kernel_rw = kernel_(u_rw)
+        suppressed += count.below(kernel_rw, SUPPRESSED)
+        w_rw = scratch64.copy(kernel_rw)
+        sums.append(w_rw.sum(dim=1))
+        norms.append(torch.linalg.vector_norm(w_rw, dim=1))
+        if A.shape[1] > 1:
+            mask_rw = chunk.take(tokens.mask)
+            signed.append(
+                torch.stack(
+                    [
+                        ((A_rw > 0) * w_rw).sum(dim=1),
+                        ((A_rw < 0) * w_rw).sum(dim=1),
+                        ((A_rw > 0) & mask_rw).sum(dim=1),
+                        ((A_rw < 0) & mask_rw).sum(dim=1),
+                    ]
+                )
             )
-            # An infinite u has the kernel 0, so that nothing below has to look at the mask.
-            chunk.mask_(u_rw, tokens.mask, -torch.inf)
-            masked = u_rw.numel() - float(count_B[rows].sum())
-            flags_rw = scratch.like(u_rw)
-            high += float(torch.gt(u_rw, 2.0, out=flags_rw).sum())
-            low += float(torch.lt(u_rw, -2.0, out=flags_rw).sum()) - masked
-            kernel_rw = kernel_(u_rw)
-            suppressed += float(torch.lt(kernel_rw, SUPPRESSED, out=flags_rw).sum()) - masked
-            w_rw = scratch64.copy(kernel_rw)
-            w_B[rows] = w_rw.sum(dim=1)
-            norm_B[rows] = torch.linalg.vector_norm(w_rw, dim=1)
-            if A.shape[1] > 1:
-                for sign_rw, w_sign_B, sign_B in (
-                    (A_rw > 0, w_positive_B, positive_B),
-                    (A_rw < 0, w_negative_B, negative_B),
-                ):
-                    w_sign_B[rows] = (w_rw * sign_rw).sum(dim=1)
-                    sign_B[rows] = (sign_rw & chunk.take(tokens.mask)).sum(dim=1).double()
-        return suppressed, high, low
-
-    tails = tokens.over_chunks_with(l, add)
-    suppressed, high, low = (int(sum(counts)) for counts in zip(*tails, strict=True))
-    if A.shape[1] == 1:
-        is_positive_B, is_negative_B = A.squeeze(1) > 0, A.squeeze(1) < 0
-        w_positive_B, positive_B = w_B * is_positive_B, count_B * is_positive_B
-        w_negative_B, negative_B = w_B * is_negative_B, count_B * is_negative_B
+    masked = sum(w_rw.numel() for w_rw in l) - int(tokens.count.sum())
+    w_B = tokens.unpack_rows(sums)
+    if A.shape[1] > 1:
+        signed_4B = [tokens.unpack_rows(parts) for parts in zip(*signed, strict=True)]
+    else:
+        signs_B = (A.squeeze(1) > 0, A.squeeze(1) < 0)
+        signed_4B = [x_B * sign_B for x_B in (w_B, tokens.count.double()) for sign_B in signs_B]
+    w_positive_B, w_negative_B, positive_B, negative_B = signed_4B
     return Weighting(
         rollout=rollout,
         A=A,
@@ -329,12 +316,12 @@ def apply_kernel_(
         covariance=covariance,
         kernel=l,
         w=w_B,
-        w_square=norm_B.square(),
+        w_square=tokens.unpack_rows(norms).square(),
         w_positive=w_positive_B,
         w_negative=w_negative_B,
         positive=positive_B,
         negative=negative_B,
-        suppressed=suppressed,
+        suppressed=suppressed - masked,
         high=high,
-        low=low,
+        low=low - masked,
     )
