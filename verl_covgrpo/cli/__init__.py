@@ -47,6 +47,7 @@ def demo(
     """Train a small language model through the stock verl pipeline, without a GPU."""
     # Before torch is loaded: threads that spin while they wait crawl on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # one progress bar, ours
     from verl_covgrpo.demo.launch import RunFailed
     from verl_covgrpo.demo.run import check_installed, run_demo
 

@@ -65,6 +65,7 @@ def run_demo(
     from verl_covgrpo.demo import report
 
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     demo = DEMOS[model_name]
     steps = steps or demo.steps
     started = time.perf_counter()
