@@ -5,6 +5,9 @@ from __future__ import annotations
 import base64
 import importlib.metadata
 import io
+import shutil
+import tempfile
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -159,3 +162,39 @@ print(pickle.loads(base64.b64decode({sent!r}))()["problems"])
     done = child("-c", code, cwd=tmp_path)
     problem = "verl-covgrpo is not installed here: pip install verl-covgrpo"
     assert done.stdout.splitlines()[-1:] == [str([problem])], done.stderr
+
+
+@pytest.fixture
+def cluster_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Address of a running Ray cluster whose second node has the plugin switched off."""
+    from ray.cluster_utils import Cluster
+
+    folder = tempfile.mkdtemp(prefix="cov-", dir="/tmp")  # short: Ray's sockets go there
+    (Path(folder) / "ray").mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", folder)
+    arguments = {"num_cpus": 1, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=arguments)
+    try:
+        cluster.add_node(**arguments, env_vars={"VERL_USE_EXTERNAL_PLUGINS": "none"})
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_every_node_of_a_running_cluster_is_asked(cluster_of_two: str, tmp_path: Path) -> None:
+    env = {"RAY_ADDRESS": cluster_of_two, "COLUMNS": "200"}
+    done = child("-m", "verl_covgrpo", "doctor", "--cluster", cwd=tmp_path, **env)
+    assert done.returncode == 1, done.stdout + done.stderr
+    problems = [line for line in done.stdout.splitlines() if line.startswith("problem")]
+    assert len(problems) == 1, done.stdout
+    assert "verl did not load the plugin (VERL_USE_EXTERNAL_PLUGINS=none)" in problems[0]
+    assert done.stdout.splitlines()[1].count("node ") == 2
+
+
+def test_a_local_ray_is_started_and_asked(tmp_path: Path) -> None:
+    done = child("-m", "verl_covgrpo", "doctor", cwd=tmp_path, COLUMNS="200")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Ray worker" in done.stdout
+    assert done.stdout.rstrip().endswith("all well")
+    assert done.stderr == ""

@@ -42,6 +42,30 @@ def test_partial_credit_counts_as_wrong() -> None:
     assert compute_score(SUM, "7 or 8", "7") == 0.0
 
 
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("The final answer is 7.", 1.0),
+        ("4 + 3 = 7", 1.0),
+        ("4 + 3 = 7.0", 1.0),
+        ("7", 1.0),
+        ("The answer is 7, not 8", 0.0),
+        ("-7", 0.0),
+        ("10-3, or 10-7", 1.0),
+        ("it is 17", 0.0),
+        ("seven", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_last_number_of_a_sentence(response: str, score: float) -> None:
+    assert compute_score(SUM, response, "7", last_number=True) == score
+
+
+@pytest.mark.parametrize("answer", ["-12", "1,234", "1234", "3.5"])
+def test_the_last_number_is_taken_whole(answer: str) -> None:
+    assert compute_score(SUM, f"so 1 + 2 is {answer}.", answer.replace(",", ""), last_number=True)
+
+
 @pytest.mark.parametrize("extra_info", [None, {}, {"entry": ""}, {"entry": "{}"}, {"index": 3}])
 def test_the_ground_truth_is_enough_for_most_tasks(extra_info: dict[str, Any] | None) -> None:
     assert compute_score(SUM, "7", "7", extra_info) == 1.0

@@ -6,6 +6,8 @@ import contextlib
 import os
 import shutil
 import tempfile
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -144,14 +146,16 @@ def _in_workers(cluster: bool) -> dict[str, Report]:
     with _ray(cluster) as ray:
         probe = ray.remote(num_cpus=0)(make_probe())
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        asked = {
-            node["NodeManagerAddress"]: probe.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            ).remote()
-            for node in nodes
-        }
-        for address, answer in asked.items():
+        addresses = Counter(node["NodeManagerAddress"] for node in nodes)
+        asked = {}
+        for node in nodes:
+            address, node_id = node["NodeManagerAddress"], node["NodeID"]
             name = f"node {address}" if cluster else "Ray worker"
+            if addresses[address] > 1:
+                name += f" ({node_id[:6]})"
+            there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            asked[name] = probe.options(scheduling_strategy=there).remote()
+        for name, answer in asked.items():
             try:
                 reports[name] = ray.get(answer, timeout=300)
             except Exception as error:
@@ -177,7 +181,10 @@ def _disagreements(reports: dict[str, Report]) -> list[str]:
 
 def examine(cluster: bool, console: Console) -> int:
     """Print what was found; return the exit status, 1 where something is off."""
-    reports: dict[str, Report] = {"this process": make_probe()()}
+    os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # verl's, about engines that are not installed
+        reports: dict[str, Report] = {"this process": make_probe()()}
     problems = []
     with console.status("asking Ray's workers"):
         try:

@@ -65,6 +65,10 @@ def command(
         "--config-name",
         RECIPE,
         *demo.overrides,
+        *(
+            f"+reward.custom_reward_function.reward_kwargs.{key}={value}"
+            for key, value in demo.task.reward_kwargs.items()
+        ),
         *([] if method == "grpo" else [f"+method={method}"]),
         f"actor_rollout_ref.model.path={model.resolve()}",
         f"data.train_files={train.resolve()}",

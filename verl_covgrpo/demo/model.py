@@ -253,7 +253,8 @@ def accuracy(
         )
         for response, entry in zip(responses, chunk, strict=True):
             info = {"entry": json.dumps({"metadata": entry["metadata"]}, default=str)}
-            right += compute_score(PREFIX + task.name, response, str(entry["answer"]), info)
+            source, answer = PREFIX + task.name, str(entry["answer"])
+            right += compute_score(source, response, answer, info, **task.reward_kwargs)
     model.train(was_training)
     return right / len(entries)
 

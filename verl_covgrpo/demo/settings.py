@@ -20,10 +20,13 @@ TRAIN_SEED = 1000
 
 @dataclass(frozen=True)
 class Task:
-    """A reasoning-gym task. `config` goes to `reasoning_gym.create_dataset`."""
+    """A reasoning-gym task."""
 
     name: str
     config: dict[str, Any]
+    """For `reasoning_gym.create_dataset`."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """For the reward function."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,11 @@ TINY = Demo(name="tiny", task=WarmStart().task, steps=40, response_length=8, val
 
 SMOLLM2 = Demo(
     name="smollm2",
-    task=Task("chain_sum", {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}),
+    task=Task(
+        "chain_sum",
+        {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2},
+        {"last_number": True},  # it answers in sentences
+    ),
     steps=6,
     response_length=24,
     validation_prompts=64,
