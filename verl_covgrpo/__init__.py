@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 __all__ = ["MethodError", "Reweighted", "Rollout", "__version__", "build", "methods"]
 
-_MODULE_OF = {
-    "Reweighted": "verl_covgrpo.rollout",
-    "Rollout": "verl_covgrpo.rollout",
-    "build": "verl_covgrpo.registry",
+_PUBLIC = {
+    "Reweighted": ("verl_covgrpo.rollout", "Reweighted"),
+    "Rollout": ("verl_covgrpo.rollout", "Rollout"),
+    "build": ("verl_covgrpo.registry", "build"),
+    "methods": ("verl_covgrpo.registry", "names"),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562)."""
-    if name in _MODULE_OF:
-        return getattr(import_module(_MODULE_OF[name]), name)
-    if name == "methods":
-        return import_module("verl_covgrpo.methods")
+    if name in _PUBLIC:
+        module, attribute = _PUBLIC[name]
+        return getattr(import_module(module), attribute)
     if name == "__version__":
         return _version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """Name -> method: its parameters, the fields it needs, and the settings of verl it occupies.
 
-A method is one file in `verl_covgrpo.methods` (it reweights advantages) or `verl_covgrpo.losses`
+A method is one file in `verl_covgrpo.advantages` (it reweights advantages) or `verl_covgrpo.losses`
 (it changes the policy loss). The file defines a frozen dataclass, registered under its name:
 
     @register("halve")
@@ -32,7 +32,7 @@ from verl_covgrpo.errors import MethodError, did_you_mean
 from verl_covgrpo.rollout import Reweighted, Rollout
 from verl_covgrpo.stats import one_thread
 
-_PACKAGES = ("verl_covgrpo.methods", "verl_covgrpo.losses")
+_PACKAGES = ("verl_covgrpo.advantages", "verl_covgrpo.losses")
 _METHODS: dict[str, type[Method]] = {}
 _M = TypeVar("_M", bound="type[Method]")
 

@@ -1,6 +1,6 @@
 """covgrpo_loss: the kernel of covgrpo inside the policy loss, arXiv 2605.11538.
 
-For runs with several mini-batches per rollout. `methods/covgrpo.py` has the equations and their
+For runs with several mini-batches per rollout. `advantages/covgrpo.py` has the equations and their
 sources; this form is our choice throughout. With l = log pi_theta, detached, of the policy as it is
 now:
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_covgrpo.methods.covgrpo import Scope, kernel_, standardised_covariance_, weigh
+from verl_covgrpo.advantages.covgrpo import Scope, kernel_, standardised_covariance_, weigh
 from verl_covgrpo.registry import Method, register
 from verl_covgrpo.rollout import Reweighted, Rollout
 

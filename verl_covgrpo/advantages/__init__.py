@@ -1,0 +1,1 @@
+"""Methods that reweight advantages: one file per paper, pure torch, no verl."""
