@@ -6,13 +6,14 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from verl_fixtures import compose
 
-from verl_covgrpo import MethodError, Reweighted, Rollout, build
+from verl_covgrpo import MethodError, Reweighted, Rollout, build, methods, registry
 
 ray = pytest.importorskip("ray")
 tq = pytest.importorskip("transfer_queue")
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.verl
 
 MODES = ("sync", "colocate_async", "separate_async")
 GRPO = "algorithm.adv_estimator=grpo"
+VOCABULARY = 300
 _partitions = count()
 
 Row = dict[str, Any]
@@ -74,6 +76,7 @@ def rows(outputs: int = 1, seed: int = 0) -> list[Row]:
             "response_mask": mask,
             "rm_scores": scores,
             "old_log_probs": -torch.rand(length, generator=generator) * 2,
+            "ref_log_prob": -torch.rand(length, generator=generator) * 2,
             "entropy": torch.rand(length, generator=generator),
         }
 
@@ -121,15 +124,16 @@ def trainer(*overrides: str, mode: str = "sync") -> Any:
     return made
 
 
-def rollout(batch_rows: Sequence[Row], **fields: Any) -> Rollout:
-    def pad(name: str) -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence([row[name] for row in batch_rows], batch_first=True)
+def pad(batch_rows: Sequence[Row], name: str) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence([row[name] for row in batch_rows], batch_first=True)
 
+
+def rollout(batch_rows: Sequence[Row], **fields: Any) -> Rollout:
     return Rollout(
-        rewards=pad("rm_scores").sum(1),
-        response_mask=pad("response_mask"),
+        rewards=pad(batch_rows, "rm_scores").sum(1),
+        response_mask=pad(batch_rows, "response_mask"),
         group=[row["uid"] for row in batch_rows],
-        old_log_probs=pad("old_log_probs"),
+        old_log_probs=pad(batch_rows, "old_log_probs"),
         **fields,
     )
 
@@ -157,10 +161,56 @@ def test_a_worker_of_ray_knows_our_names(ray_session: None) -> None:
         import verl  # noqa: F401
         from verl.trainer.ppo import core_algos
 
-        registries = (core_algos.ADV_ESTIMATOR_REGISTRY, core_algos.POLICY_LOSS_REGISTRY)
-        return ["covgrpo" in registry for registry in registries]
+        return [name in core_algos.ADV_ESTIMATOR_REGISTRY for name in estimators] + [
+            name in core_algos.POLICY_LOSS_REGISTRY for name in losses
+        ]
 
-    assert ray.get(registered.remote(), timeout=120) == [True, True]
+    ours = [registry.get(name) for name in registry.names()]
+    estimators = [method.adv_estimator for method in ours if method.adv_estimator]
+    losses = [method.loss_mode for method in ours if method.loss_mode]
+    assert "covgrpo" in estimators and "covgrpo" in losses
+    assert all(ray.get(registered.remote(), timeout=120))
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model as the trainer reads one: configuration and tokenizer."""
+    from transformers import Qwen2Config
+
+    from verl_covgrpo.demo.model import byte_tokenizer
+
+    folder = tmp_path_factory.mktemp("model")
+    byte_tokenizer().save_pretrained(folder)
+    Qwen2Config(vocab_size=VOCABULARY, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", methods())
+def test_every_method_gets_what_it_needs(
+    name: str, mode: str, queue: None, model_folder: Path
+) -> None:
+    batch_rows = rows()
+    batch, metrics = put(batch_rows), {}
+    path = f"actor_rollout_ref.model.path={model_folder}"
+    own = [GRPO] if registry.get(name).adv_estimator is None else []
+    hooked = trainer(f"+method={name}", path, *own, mode=mode)
+    hooked._compute_advantage(batch, metrics)
+    result = build(name)(
+        rollout(
+            batch_rows,
+            ref_log_probs=pad(batch_rows, "ref_log_prob"),
+            entropy=pad(batch_rows, "entropy"),
+            vocab_size=VOCABULARY,
+            step=hooked.global_steps,
+        )
+    )
+    assert_same(get(batch, "advantages"), result.advantages)
+    prefix = registry.get(name).adv_estimator or registry.get(name).loss_mode
+    assert metrics.keys() == {f"{prefix}/{key}" for key in result.metrics}
+    for field, value in result.loss_fields.items():
+        found = get(batch, field)
+        torch.testing.assert_close(found.to(value.dtype), value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)

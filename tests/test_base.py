@@ -91,11 +91,12 @@ def test_groups_without_a_row_are_allowed() -> None:
 
 def test_the_setting_of_verl_reaches_the_base() -> None:
     rollout = Rollout(**ragged(seed=1, rewards="fractional"))
-    by_std = build("covgrpo").base_advantages(rollout)
-    plain = build("covgrpo", norm_adv_by_std_in_grpo=False).base_advantages(rollout)
+    by_std = build("covgrpo").base_advantages(rollout).squeeze(1)
+    plain = build("covgrpo", norm_adv_by_std_in_grpo=False).base_advantages(rollout).squeeze(1)
     index, groups = rollout.group_index, rollout.num_groups
-    assert torch.equal(by_std, grpo(rollout.rewards, index, groups, True))
-    assert torch.equal(plain, grpo(rollout.rewards, index, groups, False))
+    for found, norm_by_std in ((by_std, True), (plain, False)):
+        expected = grpo(rollout.rewards, index, groups, norm_by_std)
+        assert torch.equal(found, torch.where(rollout.lengths > 0, expected, 0))
     assert not torch.equal(by_std, plain)
 
 
@@ -113,7 +114,7 @@ def test_the_base_is_taken_from_the_last_output_of_each_session() -> None:
     )
     expected = grpo(torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3, dtype=torch.int64), 1)
     first, _, third = expected.tolist()
-    base = build("covgrpo").base_advantages(rollout)
+    base = build("covgrpo").base_advantages(rollout).squeeze(1)
     assert base[:6].tolist() == [first, first, first, 0.0, 0.0, third]
     assert base[6] == pytest.approx(1.0, abs=1e-5)
 
@@ -135,4 +136,4 @@ def test_sessions_equal_verl_to_the_bit() -> None:
     theirs, _ = verl.compute_grpo_outcome_advantage(rewards[last].unsqueeze(1), mask, index)
     by_row = dict(zip(last, theirs[:, 0], strict=True))
     expected = torch.stack([by_row[row] for row in final.tolist()])
-    assert torch.equal(build("covgrpo").base_advantages(rollout), expected)
+    assert torch.equal(build("covgrpo").base_advantages(rollout).squeeze(1), expected)

@@ -125,6 +125,42 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
         ["+method=covgrpo", "algorithm.covgrpo.base=rlooo"],
         ["algorithm.covgrpo.base=rlooo", "did you mean 'rloo'"],
     ),
+    "one half of a method beats the YAML": (
+        ["+method=reco", f"{LOSS}.loss_mode=vanilla"],
+        ["+method=reco sets", f"delete {LOSS}.loss_mode=vanilla"],
+    ),
+    "reference policy switched off": (
+        ["+method=erpo", "actor_rollout_ref.actor.use_kl_loss=False"],
+        ["erpo needs a reference policy", "use_kl_loss=True"],
+    ),
+    "reference policy not switched on": (
+        ["algorithm.adv_estimator=ep_grpo"],
+        ["ep_grpo needs a reference policy", "use_kl_loss=True", "kl_loss_coef=0"],
+    ),
+    "bypass mode, entropy": (
+        ["+method=ah_grpo", "algorithm.rollout_correction.bypass_mode=True"],
+        ["bypass mode", "set algorithm.rollout_correction.bypass_mode=False"],
+    ),
+    "loss parameter among those of the advantages": (
+        ["+method=reco", "+algorithm.reco.ratio_low=0.9"],
+        ["algorithm.reco.ratio_low is read by the loss", f"set {LOSS}.ratio_low"],
+    ),
+    "advantage parameter among those of the loss": (
+        ["+method=reco", f"+{LOSS}.cap=3.0"],
+        [f"{LOSS}.cap is unknown"],
+    ),
+    "parameter of another loss": (
+        ["+method=kl_cov_exact", f"+{LOSS}.scope=group"],
+        [f"{LOSS}.scope is unknown"],
+    ),
+    "loss parameter out of range": (
+        ["+method=reco", f"{LOSS}.ratio_low=1.5"],
+        ["reco.ratio_low is 1.5", "must lie in [0.0, 1.0]"],
+    ),
+    "parameters that exclude each other": (
+        ["+method=clip_cov_exact", "algorithm.clip_cov_exact.low=6.0"],
+        ["clip_cov_exact.low is 6.0, above high, 5.0"],
+    ),
     "base is ours": (
         ["+method=covgrpo", "algorithm.covgrpo.base=covgrpo"],
         ["algorithm.covgrpo.base=covgrpo", "one of verl's own", "grpo or rloo"],
@@ -270,7 +306,7 @@ def test_verls_own_refusals_still_come_through() -> None:
         (
             ["+method=covgrop"],
             "verl-covgrpo: unknown method 'covgrop' (did you mean 'covgrpo'?); "
-            "+method= takes one of: covgrpo, covgrpo_loss",
+            f"+method= takes one of: {', '.join(registry.names())}",
         ),
         (
             ["+method=covgrpo", "algorithm.adv_estimator=grpo"],

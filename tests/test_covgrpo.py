@@ -22,7 +22,7 @@ def run(batch: dict[str, Any], scope: str, name: str = "covgrpo", **changes: Any
 
 
 def base_of(batch: dict[str, Any]) -> torch.Tensor:
-    return build("covgrpo").base_advantages(Rollout(**batch))
+    return build("covgrpo").base_advantages(Rollout(**batch)).squeeze(1)
 
 
 def expected_advantages(batch: dict[str, Any], base: torch.Tensor, scope: str) -> torch.Tensor:

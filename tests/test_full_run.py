@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
 import time
+import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +19,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from verl_covgrpo.demo import data, launch, model
-from verl_covgrpo.demo.settings import TINY, WarmStart
+from verl_covgrpo.demo.settings import OUTPUT, TINY, WarmStart
 
 pytestmark = pytest.mark.full_run
 
@@ -103,7 +109,7 @@ def test_the_policy_changed(finished: dict[str, Any], prepared: dict[str, Any]) 
 
 
 def test_no_process_is_left_behind(finished: dict[str, Any]) -> None:
-    assert launch._marked(finished["run"]._mark) == []
+    assert launch.processes_with(launch.MARK, finished["run"]._mark) == []
 
 
 def test_an_interrupted_run_ends_its_processes(prepared: dict[str, Any], tmp_path: Path) -> None:
@@ -114,10 +120,40 @@ def test_an_interrupted_run_ends_its_processes(prepared: dict[str, Any], tmp_pat
             assert time.monotonic() < deadline, run.log.read_text()
             time.sleep(0.2)
         time.sleep(2)
-        assert len(launch._marked(run._mark)) > 3  # the driver, and Ray's own
+        assert len(launch.processes_with(launch.MARK, run._mark)) > 3  # the driver, and Ray's own
         raise KeyboardInterrupt
-    assert launch._marked(run._mark) == []
+    assert launch.processes_with(launch.MARK, run._mark) == []
     assert not Path(run._tmp).exists()
+
+
+def test_ctrl_c_stops_the_demo(
+    prepared: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copied(settings: WarmStart, folder: Path, progress: Any) -> None:
+        shutil.copytree(prepared["model"], folder, dirs_exist_ok=True)
+
+    monkeypatch.setattr(model, "_make_tiny", copied)
+    model.prepare("tiny", tmp_path / OUTPUT / "cache", lambda *_: None)
+    mine = uuid.uuid4().hex
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "verl_covgrpo", "demo", "--steps", "1"],
+        cwd=tmp_path,
+        env={**os.environ, "VERL_COVGRPO_TEST": mine},
+        stdout=subprocess.PIPE,
+        text=True,
+        # A shell that runs tests in the background lets them ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    log = tmp_path / OUTPUT / "tiny-covgrpo-seed0" / "train.log"
+    deadline = time.monotonic() + 180
+    while not log.exists() or "Started a local Ray" not in log.read_text():
+        assert time.monotonic() < deadline and demo.poll() is None
+        time.sleep(0.2)
+    demo.send_signal(signal.SIGINT)
+    said, _ = demo.communicate(timeout=60)
+    assert demo.returncode == 130
+    assert "stopped; no process of the run is left" in said
+    assert launch.processes_with("VERL_COVGRPO_TEST", mine) == []
 
 
 def test_a_failed_run_says_why(prepared: dict[str, Any], tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ RECIPE = ROOT / "recipes" / "cpu_demo"
 pytestmark = pytest.mark.verl
 
 
-@pytest.mark.parametrize("method", ["covgrpo", "covgrpo_loss"])
+@pytest.mark.parametrize("method", methods())
 def test_a_method_yaml_sets_what_it_says_and_nothing_else(method: str) -> None:
     plain, chosen = flat(compose()), flat(compose(f"+method={method}"))
     changed = {key: chosen[key] for key in chosen if plain.get(key, "absent") != chosen[key]}
@@ -73,7 +73,7 @@ def test_a_configuration_of_ones_own_in_another_directory(
     assert config.algorithm.adv_estimator == "covgrpo"
 
 
-@pytest.mark.parametrize("method", ["", "covgrpo", "covgrpo_loss"])
+@pytest.mark.parametrize("method", ["", *methods()])
 def test_the_recipe_passes_verls_own_validation(
     method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,12 +92,22 @@ def test_every_method_has_a_yaml_of_its_name() -> None:
 @pytest.mark.parametrize("name", methods())
 def test_a_method_yaml_shows_the_defaults_of_the_method(name: str) -> None:
     yaml, method = OmegaConf.load(YAMLS / f"{name}.yaml"), registry.get(name)
-    expected = selection.parameters(method)
-    section = OmegaConf.select(yaml, selection.section(method))
-    shown = {key: value for key, value in section.items() if key not in ("_target_", "loss_mode")}
-    assert shown == expected
+    of_advantages = OmegaConf.select(yaml, f"algorithm.{name}") or {}
+    assert dict(of_advantages) == registry.advantage_parameters(name)
+    of_loss = dict(OmegaConf.select(yaml, selection.POLICY_LOSS) or {})
+    if method.loss_mode:
+        assert of_loss.pop("_target_") == selection.target(method)
+        assert of_loss.pop("loss_mode") == method.loss_mode
+    assert of_loss == registry.loss_parameters(name)
     assert yaml.algorithm.method == name
     assert yaml.algorithm.get("adv_estimator") == method.adv_estimator
-    loss_mode = OmegaConf.select(yaml, "actor_rollout_ref.actor.policy_loss.loss_mode")
-    assert loss_mode == method.loss_mode
     assert YAMLS.joinpath(f"{name}.yaml").read_text().startswith("# @package _global_\n")
+
+
+@pytest.mark.parametrize("name", methods())
+def test_a_method_yaml_provides_what_the_method_needs(name: str) -> None:
+    config = compose(f"+method={name}")
+    validate(config)
+    if "ref_log_probs" in registry.get(name).needs:
+        assert config.actor_rollout_ref.actor.use_kl_loss
+        assert config.actor_rollout_ref.actor.kl_loss_coef == 0.0

@@ -29,6 +29,7 @@ import torch
 
 from verl_covgrpo.base import grpo
 from verl_covgrpo.errors import MethodError, did_you_mean
+from verl_covgrpo.micro_batch import Loss, MicroBatch
 from verl_covgrpo.rollout import Reweighted, Rollout
 from verl_covgrpo.stats import one_thread
 
@@ -37,9 +38,15 @@ _METHODS: dict[str, type[Method]] = {}
 _M = TypeVar("_M", bound="type[Method]")
 
 
-def parameter(default: Any, *, low: float | None = None, high: float | None = None) -> Any:
-    """Declare a numeric parameter that must lie in [low, high]."""
-    return dataclasses.field(default=default, metadata={"low": low, "high": high})
+def parameter(
+    default: Any, *, low: float | None = None, high: float | None = None, of_loss: bool = False
+) -> Any:
+    """Declare a numeric parameter that must lie in [low, high].
+
+    `of_loss` marks one that the policy loss reads, in a method that changes the advantages too.
+    """
+    metadata = {"low": low, "high": high, "of_loss": of_loss}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,23 +92,31 @@ class Method:
         """Compute the method. Each method implements this."""
         raise NotImplementedError
 
-    def base_advantages(self, rollout: Rollout) -> torch.Tensor:
-        """Return the advantages under the weighting, (B,) or (B, T), as the base gives them.
+    def policy_loss(self, micro: MicroBatch) -> Loss:
+        """Compute the loss of a micro-batch. Each method with a `loss_mode` implements this."""
+        raise NotImplementedError
 
-        Those of the rollout are used where it has any. Values at positions without a valid token
-        may be anything.
+    def base_advantages(self, rollout: Rollout) -> torch.Tensor:
+        """Return the advantages under the weighting: (B, 1), one per response, or (B, T).
+
+        Those of the rollout are used where it has any. A response without a valid token has 0 in
+        (B, 1); in (B, T) there may be anything where the mask is 0.
 
         Raises:
             MethodError: the base is not `grpo` and the rollout has no base advantages.
         """
-        if rollout.base_advantages is not None:
-            return rollout.base_advantages
-        if self.base == "grpo":
-            return _grpo_of_final_outputs(rollout, self.norm_adv_by_std_in_grpo)
-        raise MethodError(
-            f"{self.name}: the base {self.base!r} is computed by verl and filled in by the verl "
-            "hook; outside a run pass base_advantages to the Rollout, or use base='grpo'"
-        )
+        A = rollout.base_advantages
+        if A is None:
+            if self.base != "grpo":
+                raise MethodError(
+                    f"{self.name}: the base {self.base!r} is computed by verl and filled in by the "
+                    "verl hook; outside a run pass base_advantages to the Rollout, or use "
+                    "base='grpo'"
+                )
+            A = _grpo_of_final_outputs(rollout, self.norm_adv_by_std_in_grpo)
+        if A.ndim == 2 and A.shape[1] > 1:
+            return A
+        return torch.where(rollout.lengths > 0, A.flatten(), 0).unsqueeze(1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the method remembers between batches; {} for one without memory."""
@@ -186,12 +201,34 @@ def get(name: str) -> type[Method]:
 
 
 def parameters(name: str) -> dict[str, Any]:
-    """Return the parameters a user may set under `algorithm.<name>`, with their defaults."""
+    """Return the parameters a user may set, with their defaults."""
     return {
         field.name: _default(field)
         for field in _fields(get(name))
         if not field.metadata.get("from_verl")
     }
+
+
+def loss_parameters(name: str) -> dict[str, Any]:
+    """Return those that a launch sets in `policy_loss`, with their defaults.
+
+    All of a method that changes the loss alone; it stands on the launch's own estimator.
+    """
+    method = get(name)
+    of_loss = {field.name for field in _fields(method) if field.metadata.get("of_loss")}
+    return {
+        key: default
+        for key, default in parameters(name).items()
+        if key in of_loss or (method.adv_estimator is None and key != "base")
+    }
+
+
+def advantage_parameters(name: str) -> dict[str, Any]:
+    """Return those that a launch sets in `algorithm.<name>`, with their defaults."""
+    if get(name).adv_estimator is None:
+        return {}
+    of_loss = loss_parameters(name)
+    return {key: value for key, value in parameters(name).items() if key not in of_loss}
 
 
 def build(name: str, /, **params: Any) -> Method:

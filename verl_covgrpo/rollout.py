@@ -118,15 +118,20 @@ class Rollout:
         """(B,) int64 number of valid tokens of each row."""
         return self.tokens.count
 
+    @property
+    def final_row(self) -> torch.Tensor:
+        """(B,) row of the last output of each row's session: it carries the session's reward."""
+        if self.final_output is None:
+            return torch.arange(self.rewards.shape[0], device=self.rewards.device)
+        return self.final_output
+
     @cached_property
     def sessions(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of the last outputs, (S,), and each row's session, (B,).
 
         Sessions are numbered in the order in which they first appear.
         """
-        size = self.rewards.shape[0]
-        final = range(size) if self.final_output is None else self.final_output.tolist()
-        session_B, final_rows = _codes(final)
+        session_B, final_rows = _codes(self.final_row.tolist())
         device = self.rewards.device
         return torch.tensor(final_rows, device=device), session_B.to(device)
 

@@ -101,6 +101,8 @@ class Chunk:
     width: int
     solid: int
     """The leading columns in which every row has a valid token."""
+    holes: bool
+    """Whether a masked token stands before a valid one."""
 
     def take(self, x_BT: torch.Tensor) -> torch.Tensor:
         """Return a copy of the chunk of `x_BT`, (r, w); that of a (B, 1) tensor is (r, 1)."""
@@ -115,6 +117,15 @@ class Chunk:
     def put(self, x_rw: torch.Tensor, x_BT: torch.Tensor) -> None:
         """Write the chunk of `x_BT`."""
         x_BT[:, : self.width].index_copy_(0, self.rows, x_rw)
+
+    def ranks(self, mask_BT: torch.Tensor) -> torch.Tensor:
+        """Return each token's place among its row's valid tokens, from 0 on: (r or 1, w) int64.
+
+        Where the mask is 0 it may be anything from -1 to w - 1.
+        """
+        if not self.holes:
+            return torch.arange(self.width, device=mask_BT.device).unsqueeze(0)
+        return self.take(mask_BT).cumsum(dim=1) - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,13 +150,15 @@ class Tokens:
     def chunks(self) -> list[Chunk]:
         """The rows that have a token, longest first, `CHUNK_ELEMENTS` elements at a time."""
         end_B, order_B = self.end.sort(descending=True, stable=True)
-        solid_B = torch.where(self.count == self.end, self.end, 0)[order_B]
+        holes_B = (self.count != self.end)[order_B]
+        solid_B = torch.where(holes_B, 0, end_B)
         ends = [end for end in end_B.tolist() if end > 0]
         chunks, start = [], 0
         while start < len(ends):
             stop = min(start + max(1, CHUNK_ELEMENTS // ends[start]), len(ends))
             solid = int(solid_B[start:stop].amin())
-            chunks.append(Chunk(order_B[start:stop], ends[start], solid))
+            holes = bool(holes_B[start:stop].any())
+            chunks.append(Chunk(order_B[start:stop], ends[start], solid, holes))
             start = stop
         return chunks
 
@@ -162,6 +175,32 @@ class Tokens:
             else:
                 packed[-1].copy_(chunk.take(x_BT))
         return packed
+
+    def weigh_(
+        self,
+        weights: Sequence[torch.Tensor],
+        A: torch.Tensor,
+        addends: Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Return weights * A + addends, (B, T) float32, 0 where the mask is 0.
+
+        A is (B, 1) or (B, T), the others are chunks; the weights are used up.
+        """
+        weighted_BT = zeros(self.mask.shape, torch.float32, self.mask.device)
+        for i, (chunk, w_rw) in enumerate(zip(self.chunks, weights, strict=True)):
+            w_rw.mul_(chunk.take(A))
+            if addends is not None:
+                w_rw.add_(addends[i])
+            chunk.put(chunk.mask_(w_rw, self.mask, 0.0).float(), weighted_BT)
+        return weighted_BT
+
+    def add_up(self, parts: Sequence[torch.Tensor]) -> float:
+        """Return the values of chunks at the valid tokens, added up."""
+        scratch = Scratch(torch.float64, self.mask.device)
+        return sum(
+            float(chunk.mask_(scratch.copy(x_rw), self.mask, 0.0).sum())
+            for chunk, x_rw in zip(self.chunks, parts, strict=True)
+        )
 
     def unpack_rows(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Put one number per row, (r,) of every chunk, where it belongs, (B,) float64."""
@@ -319,7 +358,9 @@ class Scopes:
 
         True for a scope without tokens.
         """
-        inf_S = torch.full((self.size,), torch.inf, dtype=torch.float64, device=low_B.device)
-        low_S = inf_S.scatter_reduce(0, self.index, low_B, "amin")
-        high_S = (-inf_S).scatter_reduce(0, self.index, high_B, "amax")
-        return low_S >= high_S
+        return -self.greatest(-low_B) >= self.greatest(high_B)
+
+    def greatest(self, x_B: torch.Tensor) -> torch.Tensor:
+        """Return the greatest value of each scope's rows, (S,) float64; -inf without a row."""
+        low_S = torch.full((self.size,), -torch.inf, dtype=torch.float64, device=x_B.device)
+        return low_S.scatter_reduce(0, self.index, x_B.double(), "amax")

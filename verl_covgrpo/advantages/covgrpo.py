@@ -17,11 +17,6 @@ Where this comes from
     the scope's tokens (greatest == least), where s < 1e-12, or where the mean of w is below 1e-30
     (all c lie so far from zero, measured in s, that float32 has no kernel left to compare).
 
-The std of c needs one pass over l when A is one number per response, as for grpo, with a_i = A_i -
-mean A, and l_i, m2_i the mean and the squared deviations of response i:
-
-    N s^2 = sum_i a_i^2 m2_i + n_i (a_i (l_i - mean l) - mean c)^2
-
 Shape suffixes: B responses, T columns, S scopes.
 """
 
@@ -34,13 +29,13 @@ from typing import Literal
 import torch
 
 from verl_covgrpo import stats
+from verl_covgrpo.covariance import Covariance, covariance_of
 from verl_covgrpo.registry import Method, register
 from verl_covgrpo.rollout import Reweighted, Rollout
-from verl_covgrpo.stats import RowMoments, Scopes
+from verl_covgrpo.stats import Scopes
 
 Scope = Literal["batch", "group"]
 
-STD_FLOOR = 1e-12
 KERNEL_FLOOR = 1e-30
 SUPPRESSED = 0.1
 
@@ -99,71 +94,7 @@ def kernel_(u: torch.Tensor) -> torch.Tensor:
     return u.square_().mul_(-0.5 / math.log(2)).exp2_()
 
 
-# The statistics of a rollout
-
-
-@dataclass(frozen=True)
-class Covariance:
-    """What the formula needs of each scope, as float64."""
-
-    mean_l: torch.Tensor
-    """(S,)"""
-    mean_A: torch.Tensor  # noqa: N815
-    """(S,)"""
-    s: torch.Tensor
-    """(S,) 0 where A does not vary."""
-    inv_s: torch.Tensor
-    """(S,) 0 where every weight is 1."""
-
-
-def covariance_of(
-    rollout: Rollout,
-    l: list[torch.Tensor],  # noqa: E741
-    A: torch.Tensor,
-    scopes: Scopes,
-) -> Covariance:
-    """Return the means of l and A and the std of c over each scope.
-
-    l are the log-probs in chunks, A is (B, 1) or (B, T).
-    """
-    l_BT, tokens = rollout.require("old_log_probs"), rollout.tokens
-    l_rows = stats.row_moments(l_BT, tokens, l)
-    mean_l_S = scopes.mean(l_rows)
-    if A.shape[1] == 1:
-        A_B = A.squeeze(1).double()
-        A_rows = RowMoments(l_rows.count, A_B, torch.zeros_like(A_B))
-        mean_A_S = scopes.mean(A_rows)
-        a_B = A_B - mean_A_S[scopes.index]
-        l_B = l_rows.mean - mean_l_S[scopes.index]
-        c_rows = RowMoments(l_rows.count, a_B * l_B, a_B.square() * l_rows.m2)
-        has_tokens_B = tokens.count > 0
-        low_B = torch.where(has_tokens_B, A_B, torch.inf)
-        high_B = torch.where(has_tokens_B, A_B, -torch.inf)
-    else:
-        A_rows = stats.row_moments(A, tokens, tokens.pack(A))
-        mean_A_S = scopes.mean(A_rows)
-        c_rows = product_moments(rollout, A, mean_l_S[scopes.index], mean_A_S[scopes.index])
-        low_B, high_B = stats.row_extremes(A, tokens)
-    constant_S = scopes.constant(low_B, high_B)
-    s_S = torch.where(constant_S, 0.0, scopes.variance(c_rows).sqrt())
-    inv_s_S = torch.where(s_S < STD_FLOOR, 0.0, 1 / s_S)
-    return Covariance(mean_l_S, mean_A_S, s_S, inv_s_S)
-
-
-def product_moments(
-    rollout: Rollout, A_BT: torch.Tensor, mean_l_B: torch.Tensor, mean_A_B: torch.Tensor
-) -> RowMoments:
-    """Return the row moments of c where A varies within a response."""
-    l_BT, tokens = rollout.require("old_log_probs"), rollout.tokens
-    pivot_B = (tokens.at_first(l_BT) - mean_l_B) * (tokens.at_first(A_BT) - mean_A_B)
-    moments = stats.MomentsOfRows(tokens, pivot_B)
-    for chunk in tokens.chunks:
-        rows = chunk.rows
-        c_rw = chunk.take(l_BT).double().sub_(mean_l_B[rows, None])
-        c_rw.mul_(chunk.take(A_BT).double().sub_(mean_A_B[rows, None]))
-        c_rw.sub_(pivot_B[rows, None])
-        moments.add(chunk.mask_(c_rw, tokens.mask, 0.0))
-    return moments.result()
+# The weights of a rollout
 
 
 @dataclass(frozen=True)
@@ -241,15 +172,12 @@ class Weighting:
         }
 
 
-def weigh(rollout: Rollout, base_advantages: torch.Tensor, scope: Scope) -> Weighting:
-    """Return the weighting of a rollout under base advantages of shape (B,) or (B, T)."""
+def weigh(rollout: Rollout, A: torch.Tensor, scope: Scope) -> Weighting:
+    """Return the weighting of a rollout under base advantages A, (B, 1) or (B, T)."""
     if scope == "batch":
         scopes = Scopes(torch.zeros_like(rollout.group_index), 1)
     else:
         scopes = Scopes(rollout.group_index, rollout.num_groups)
-    A = base_advantages
-    if A.numel() == A.shape[0]:  # (B,), or (B, 1) where T is 1
-        A = torch.where(rollout.lengths > 0, A.flatten(), 0).unsqueeze(1)
     l_BT = rollout.require("old_log_probs")
     l = rollout.tokens.pack(l_BT)  # noqa: E741
     covariance = covariance_of(rollout, l, A, scopes)

@@ -182,14 +182,14 @@ def last_words(log: Path, lines: int = 12) -> str:
     return "\n".join(errors[-3:] if errors else text[-lines:])
 
 
-def _marked(mark: str) -> list[Any]:
-    """The processes whose environment carries the mark of a run."""
+def processes_with(variable: str, value: str) -> list[Any]:
+    """The processes whose environment has this value of a variable."""
     import psutil
 
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(MARK) == mark:
+            if process.environ().get(variable) == value:
                 found.append(process)
     return found
 
@@ -199,7 +199,7 @@ def shared_memory(mark: str) -> set[Path]:
     import psutil
 
     found = set()
-    for process in _marked(mark):
+    for process in processes_with(MARK, mark):
         with contextlib.suppress(psutil.Error, OSError, AttributeError):
             paths = (Path(region.path) for region in process.memory_maps())
             found |= {path for path in paths if path.parent == Path("/dev/shm")}
@@ -210,11 +210,11 @@ def end_processes(mark: str, patience: float = 10.0) -> None:
     """End every process of a run."""
     import psutil
 
-    processes = _marked(mark)
+    processes = processes_with(MARK, mark)
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.terminate()
     psutil.wait_procs(processes, timeout=patience)
-    for process in _marked(mark):  # those that did not listen, and those started meanwhile
+    for process in processes_with(MARK, mark):  # the deaf, and those started since
         with contextlib.suppress(psutil.Error):
             process.kill()

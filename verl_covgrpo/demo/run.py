@@ -30,6 +30,8 @@ def check_installed() -> None:
         "transformers",
         "reasoning_gym",
         "matplotlib",
+        "gguf",
+        "psutil",
     )
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:

@@ -15,12 +15,12 @@ drift afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from verl_covgrpo.advantages.covgrpo import Scope, kernel_, standardised_covariance_, weigh
+from verl_covgrpo.micro_batch import Loss, MicroBatch
 from verl_covgrpo.registry import Method, register
 from verl_covgrpo.rollout import Reweighted, Rollout
 
@@ -50,15 +50,14 @@ class CovGRPOLoss(Method):
             loss_fields={FROZEN: weighting.frozen},
         )
 
-    def advantage_weights(
-        self,
-        log_probs_BT: torch.Tensor,
-        advantages_BT: torch.Tensor,
-        response_mask_BT: torch.Tensor,
-        fields: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        """Return what the loss multiplies the advantages with, (B, T) float32; see `weights`."""
-        return weights(log_probs_BT, advantages_BT, response_mask_BT, fields[FROZEN])
+    def policy_loss(self, micro: MicroBatch) -> Loss:
+        """Return verl's clipped loss of w~ A.
+
+        The metric `covgrpo_loss_weight` is the mean w~ of the micro-batch.
+        """
+        w_BT = weights(micro.log_probs, micro.advantages, micro.response_mask, micro.fields[FROZEN])
+        loss, metrics = micro.clipped_loss(micro.advantages * w_BT)
+        return loss, {**metrics, "covgrpo_loss_weight": micro.mean(w_BT)}
 
 
 @torch.no_grad()

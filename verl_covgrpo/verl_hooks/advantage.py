@@ -92,8 +92,8 @@ def estimator(method: type[Method]) -> Callable[..., tuple[torch.Tensor, torch.T
         )
         stage.result = stage.method(rollout)
         if returns is None:
-            base_B = stage.method.base_advantages(rollout)
-            returns = torch.where(rollout.response_mask, base_B.unsqueeze(-1), 0)
+            A = stage.method.base_advantages(rollout)
+            returns = torch.where(rollout.response_mask, A, 0)
         return stage.result.advantages, returns
 
     compute.__name__ = compute.__qualname__ = f"compute_{method.name}_advantage"
@@ -156,7 +156,20 @@ def _rollout_fields(trainer: Any, batch: Any, method: Method) -> dict[str, Any]:
         progress=min(1.0, max(0, trainer.global_steps - 1) / total_steps) if total_steps else 0.0,
         final_output=last_output_rows(batch.keys),
     )
+    if "vocab_size" in method.needs:
+        fields["vocab_size"] = _vocab_size(trainer)
     return fields
+
+
+def _vocab_size(trainer: Any) -> int:
+    """The size of the model's vocabulary, read as verl reads the model's configuration."""
+    held = trainer.__dict__
+    if "_verl_covgrpo_vocab_size" not in held:
+        from verl.utils.config import omega_conf_to_dataclass
+
+        hf_config = omega_conf_to_dataclass(trainer.config.actor_rollout_ref.model).hf_config
+        held["_verl_covgrpo_vocab_size"] = int(hf_config.get_text_config().vocab_size)
+    return held["_verl_covgrpo_vocab_size"]
 
 
 def _freeze_for_loss(trainer: Any, batch: Any, method: Method) -> Reweighted:
@@ -211,7 +224,7 @@ def _wrap_compute_advantage(original: Callable[..., Any]) -> Callable[..., Any]:
             if stage.result is None:
                 raise MethodError(f"verl's trainer did not call the estimator of {method.name}")
             results[method.name] = stage.result
-        if selected.loss is not None and selected.loss is not selected.estimator:
+        if selected.loss is not None and selection.loss_only(selected.loss):
             method = methods[selected.loss]
             results[method.name] = _freeze_for_loss(self, batch, method)
         for name, result in results.items():

@@ -109,24 +109,29 @@ def _check_sections(config: DictConfig, selected: selection.Selection) -> None:
         hint = did_you_mean(str(key), names, cutoff=REFUSED_FROM)
         if isinstance(algorithm[key], dict) and hint:
             raise MethodError(f"algorithm.{key} is unknown{hint}")
-    loss = policy_loss_config(config)
-    for method in map(registry.get, registry.names()):
-        if not selection.loss_only(method):
-            continue
-        target = f"verl_covgrpo.verl_hooks.loss_config.{method.name}"
-        given = [key for key in selection.parameters(method) if key in loss]
-        if given and loss.get("_target_") != target:
+    _check_loss_section(policy_loss_config(config))
+
+
+def _check_loss_section(loss: Any) -> None:
+    """A loss parameter reaches the loss only through the configuration class that declares it."""
+    methods = [method for method in map(registry.get, registry.names()) if method.loss_mode]
+    targets = {selection.target(method): method for method in methods}
+    chosen = targets.get(str(loss.get("_target_")))
+    chosen_parameters = registry.loss_parameters(chosen.name) if chosen else {}
+    for key in set(loss) - {"_target_"} - _policy_loss_keys() - set(chosen_parameters):
+        owners = [method for method in methods if key in registry.loss_parameters(method.name)]
+        if chosen is None and owners:
+            method = next((m for m in owners if m.loss_mode == loss.get("loss_mode")), owners[0])
             raise MethodError(
-                f"{selection.section(method)}.{given[0]} is a parameter of {method.name}: add "
-                f"+method={method.name}, or set {selection.section(method)}._target_={target}"
+                f"{selection.POLICY_LOSS}.{key} is a parameter of {method.name}: add "
+                f"+method={method.name}, or set "
+                f"{selection.POLICY_LOSS}._target_={selection.target(method)}"
             )
-        if loss.get("_target_") == target:
-            known = _policy_loss_keys() | set(selection.parameters(method)) | {"_target_"}
-            for key in set(loss) - known:
-                raise MethodError(
-                    f"{selection.section(method)}.{key} is unknown"
-                    f"{did_you_mean(str(key), selection.parameters(method))}"
-                )
+        if chosen is not None:
+            raise MethodError(
+                f"{selection.POLICY_LOSS}.{key} is unknown"
+                f"{did_you_mean(str(key), chosen_parameters)}"
+            )
 
 
 def _algorithm_keys() -> set[str]:

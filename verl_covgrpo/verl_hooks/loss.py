@@ -7,7 +7,7 @@ registered function reads them from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
@@ -17,18 +17,26 @@ from wrapt import when_imported
 
 from verl_covgrpo import registry
 from verl_covgrpo.errors import MethodError
+from verl_covgrpo.micro_batch import MicroBatch
 from verl_covgrpo.registry import Method
 from verl_covgrpo.seams import replace_function
+from verl_covgrpo.verl_hooks import selection
 from verl_covgrpo.verl_hooks.advantage import ELSEWHERE
 
 _DATA: ContextVar[Any] = ContextVar("verl_covgrpo_micro_batch", default=None)
 
 
-class FrozenFields:
+class FrozenFields(Mapping[str, torch.Tensor]):
     """The fields of the current micro-batch by name, padded like the log-probs."""
 
     def __init__(self, method: str) -> None:
         self.method = method
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_DATA.get() or ())
+
+    def __len__(self) -> int:
+        return len(_DATA.get() or ())
 
     def __getitem__(self, name: str) -> torch.Tensor:
         data = _DATA.get()
@@ -39,8 +47,7 @@ class FrozenFields:
 
 
 def policy_loss(method: type[Method]) -> Callable[..., tuple[torch.Tensor, dict[str, Any]]]:
-    """Return the function that verl's registry holds: verl's vanilla loss, weighted."""
-    instance = registry.build(method.name)
+    """Return the function that verl's registry holds for a method with a loss."""
     fields = FrozenFields(str(method.loss_mode))
 
     def compute(
@@ -52,24 +59,46 @@ def policy_loss(method: type[Method]) -> Callable[..., tuple[torch.Tensor, dict[
         config: Any = None,
         rollout_is_weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        from verl.trainer.ppo.core_algos import get_policy_loss_fn
+        from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn
 
-        weights_BT = instance.advantage_weights(  # type: ignore[attr-defined]
-            log_prob.detach(), advantages, response_mask, fields
-        )
-        loss, metrics = get_policy_loss_fn("vanilla")(
-            old_log_prob=old_log_prob,
-            log_prob=log_prob,
-            advantages=advantages * weights_BT,
-            response_mask=response_mask,
-            loss_agg_mode=loss_agg_mode,
-            config=config,
-            rollout_is_weights=rollout_is_weights,
-        )
+        def clipped_loss(advantages_BT: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+            return get_policy_loss_fn("vanilla")(
+                old_log_prob=old_log_prob,
+                log_prob=log_prob,
+                advantages=advantages_BT,
+                response_mask=response_mask,
+                loss_agg_mode=loss_agg_mode,
+                config=config,
+                rollout_is_weights=rollout_is_weights,
+            )
+
+        def aggregate(losses_BT: torch.Tensor) -> torch.Tensor:
+            if rollout_is_weights is not None:
+                losses_BT = losses_BT * rollout_is_weights
+            return agg_loss(
+                loss_mat=torch.where(mask_BT, losses_BT, 0.0),
+                loss_mask=response_mask,
+                loss_agg_mode=loss_agg_mode,
+                **config.global_batch_info,
+            )
+
         mask_BT = response_mask.bool()
-        tokens = mask_BT.sum().clamp(min=1)
-        weight = torch.where(mask_BT, weights_BT, 0.0).sum() / tokens
-        return loss, {**metrics, f"actor/{method.loss_mode}_loss_weight": weight.item()}
+        given = selection.given_to_loss(method, config.policy_loss)
+        loss, metrics = registry.build(method.name, **given).policy_loss(
+            MicroBatch(
+                log_probs=log_prob,
+                old_log_probs=old_log_prob,
+                advantages=advantages,
+                response_mask=mask_BT,
+                fields=fields,
+                clipped_loss=clipped_loss,
+                aggregate=aggregate,
+            )
+        )
+        return loss, {
+            key if key.startswith("actor/") else f"actor/{key}": value
+            for key, value in metrics.items()
+        }
 
     compute.__name__ = compute.__qualname__ = f"compute_policy_loss_{method.loss_mode}"
     compute.verl_covgrpo_method = method.name  # type: ignore[attr-defined]

@@ -16,9 +16,8 @@ def _config_class(name: str) -> type[Any]:
     from verl.workers.config import PolicyLossConfig
 
     from verl_covgrpo import registry
-    from verl_covgrpo.verl_hooks import selection
 
-    parameters = selection.parameters(registry.get(name))
+    parameters = registry.loss_parameters(name)
     fields = [(key, Any, dataclasses.field(default=default)) for key, default in parameters.items()]
     return dataclasses.make_dataclass(
         name, fields, bases=(PolicyLossConfig,), namespace={"__module__": __name__}

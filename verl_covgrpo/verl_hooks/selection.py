@@ -54,23 +54,22 @@ def _occupying(setting: str, value: str) -> type[Method] | None:
     return None
 
 
+POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
+CONFIG_CLASSES = "verl_covgrpo.verl_hooks.loss_config"
+
+
 def loss_only(method: type[Method]) -> bool:
     return method.adv_estimator is None
 
 
-def parameters(method: type[Method]) -> dict[str, Any]:
-    """The parameters a launch may set, with their defaults; a loss takes the launch's own base."""
-    settable = registry.parameters(method.name)
-    if loss_only(method):
-        settable.pop("base")
-    return settable
-
-
 def section(method: type[Method]) -> str:
-    """Where a launch sets the parameters."""
-    if loss_only(method):
-        return "actor_rollout_ref.actor.policy_loss"
-    return f"algorithm.{method.name}"
+    """Where a launch sets the parameters of the advantages; of the loss, where it has no others."""
+    return POLICY_LOSS if loss_only(method) else f"algorithm.{method.name}"
+
+
+def target(method: type[Method]) -> str:
+    """The value of `policy_loss._target_` that lets verl take the method's loss parameters."""
+    return f"{CONFIG_CLASSES}.{method.name}"
 
 
 def build(method: type[Method], config: DictConfig) -> Method:
@@ -79,10 +78,9 @@ def build(method: type[Method], config: DictConfig) -> Method:
     Raises:
         MethodError: an unknown parameter, a wrong type or a value out of range.
     """
-    settable = parameters(method)
-    if loss_only(method):
-        given = {k: v for k, v in policy_loss_config(config).items() if k in settable}
-    else:
+    given: dict[str, Any] = {}
+    if not loss_only(method):
+        settable = registry.advantage_parameters(method.name)
         given_config = config.algorithm.get(method.name)
         if given_config is not None and not OmegaConf.is_dict(given_config):
             raise MethodError(
@@ -91,7 +89,21 @@ def build(method: type[Method], config: DictConfig) -> Method:
             )
         given = dict(given_config or {})
         for key in set(given) - set(settable):
+            if key in registry.loss_parameters(method.name):
+                raise MethodError(
+                    f"{section(method)}.{key} is read by the loss: set {POLICY_LOSS}.{key}"
+                )
             registry.build(method.name, **{str(key): given[key]})  # raises, with the nearest name
             raise MethodError(f"{section(method)}.{key} cannot be set: use algorithm.{key}")
     norm_by_std = bool(config.algorithm.get("norm_adv_by_std_in_grpo", True))
+    given.update(given_to_loss(method, policy_loss_config(config)))
     return registry.build(method.name, norm_adv_by_std_in_grpo=norm_by_std, **given)
+
+
+def given_to_loss(method: type[Method], policy_loss: Any) -> dict[str, Any]:
+    """Return the method's loss parameters as verl's `policy_loss` configuration has them."""
+    if policy_loss.get("loss_mode") != method.loss_mode:
+        return {}
+    absent = object()
+    values = {key: policy_loss.get(key, absent) for key in registry.loss_parameters(method.name)}
+    return {key: value for key, value in values.items() if value is not absent}

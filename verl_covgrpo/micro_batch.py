@@ -1,0 +1,40 @@
+"""What a policy loss may look at: some rows of a batch, under the policy as it is now.
+
+A loss takes no statistic of a micro-batch, so that the size of one cannot matter: what it needs of
+the whole batch was frozen when the rollout was made, and stands in `fields`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Loss = tuple[torch.Tensor, dict[str, float]]
+"""A scalar, and metrics with the same keys at every call."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """Rows of a batch; B and T are those of the micro-batch. All log-probs are in nats."""
+
+    log_probs: torch.Tensor
+    """(B, T) log-prob of each token under the current policy, with its gradient."""
+    old_log_probs: torch.Tensor
+    """(B, T) under the policy that the update started from."""
+    advantages: torch.Tensor
+    """(B, T)"""
+    response_mask: torch.Tensor
+    """(B, T) bool"""
+    fields: Mapping[str, torch.Tensor]
+    """What `Reweighted.loss_fields` held, these rows of it."""
+    clipped_loss: Callable[[torch.Tensor], Loss]
+    """verl's own clipped loss (dual clip included) of advantages, (B, T)."""
+    aggregate: Callable[[torch.Tensor], torch.Tensor]
+    """Turns token losses, (B, T), into the scalar that `loss_agg_mode` asks for."""
+
+    def mean(self, x_BT: torch.Tensor) -> float:
+        """Return the mean over the valid tokens, for a metric; 0 where there are none."""
+        added = torch.where(self.response_mask, x_BT.detach(), 0).sum()
+        return float(added / self.response_mask.sum().clamp(min=1))
