@@ -42,7 +42,7 @@ def inverse_std(variance: torch.Tensor, floor: float) -> torch.Tensor:
 
 
 def entropy_gate(rollout: Rollout, gamma: float) -> list[torch.Tensor]:
-    """Return W = sigmoid(gamma z(H)) of every chunk, (r, w) float32; masked places hold anything.
+    """Return W = sigmoid(gamma z(H)) of every chunk, (r, w), 0 where the mask is 0.
 
     A group whose entropy does not vary has W = 1/2.
     """
@@ -55,105 +55,122 @@ def entropy_gate(rollout: Rollout, gamma: float) -> list[torch.Tensor]:
     scratch = stats.Scratch(torch.float64, H_BT.device)
     for chunk, H_rw in zip(tokens.chunks, W, strict=True):
         z_rw = scratch.copy(H_rw).sub_(mean_B[chunk.rows, None]).mul_(slope_B[chunk.rows, None])
-        H_rw.copy_(z_rw).sigmoid_()
+        chunk.mask_(H_rw.copy_(z_rw).sigmoid_(), tokens.mask, 0.0)
     return W
 
 
 def log_ratios(rollout: Rollout) -> list[torch.Tensor]:
-    """Return s = log pi_old - log pi_ref of every chunk, (r, w) float64, 0 where the mask is 0."""
-    l_BT, ref_BT = rollout.require("old_log_probs"), rollout.require("ref_log_probs")
-    return [
-        chunk.mask_(chunk.take(l_BT).double().sub_(chunk.take(ref_BT)), rollout.tokens.mask, 0.0)
-        for chunk in rollout.tokens.chunks
-    ]
+    """Return s = log pi_old - log pi_ref of every chunk, (r, w), 0 where the mask is 0."""
+    tokens, ref_BT = rollout.tokens, rollout.require("ref_log_probs")
+    s = tokens.pack(rollout.require("old_log_probs"))
+    for chunk, s_rw in zip(tokens.chunks, s, strict=True):
+        chunk.mask_(s_rw.sub_(chunk.take(ref_BT)), tokens.mask, 0.0)
+    return s
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The bucket of every token."""
+    """A cut of every response into K runs of columns, some of them empty."""
 
     size: int
-    of_token: list[torch.Tensor]
-    """Chunks, (r, w) int64 in [0, size), and `size` where the mask is 0."""
+    of_column: list[torch.Tensor]
+    """Chunks, (r, w) int64 in [0, K), not decreasing along a row; a masked token may have any."""
 
 
 def buckets_by_rank(rollout: Rollout, size: int) -> Buckets:
     """Return floor(K rank / n), rank the token's place among its response's n valid tokens."""
     tokens = rollout.tokens
-    of_token = []
+    of_column = []
     for chunk in tokens.chunks:
-        count_r1 = tokens.count[chunk.rows, None]
         # The quotient of two integers below 2^53, rounded once, has the right floor.
-        bucket_rw = ((size * chunk.ranks(tokens.mask)).double() / count_r1).long()
-        of_token.append(chunk.mask_(bucket_rw, tokens.mask, size))
-    return Buckets(size, of_token)
+        share_rw = (size * chunk.ranks(tokens.mask)).double() / tokens.count[chunk.rows, None]
+        of_column.append(share_rw.long().clamp_(0, size - 1))
+    return Buckets(size, of_column)
 
 
 def buckets_by_progress(rollout: Rollout, size: int) -> Buckets:
     """Return min(floor(K p), K - 1), p the share of the response's entropy up to the token.
 
-    A response without entropy has p = 0.
+    A response without entropy has p = 0. An entropy below 0, which is rounding, counts as 0.
     """
     tokens = rollout.tokens
-    of_token = []
+    of_column = []
     for chunk, H_rw in zip(tokens.chunks, tokens.pack(rollout.require("entropy")), strict=True):
-        chunk.mask_(H_rw, tokens.mask, 0.0)
-        spent_rw = torch.cumsum(H_rw.double(), dim=1)
-        whole_r1 = spent_rw[:, -1:].clone()
-        p_rw = torch.where(whole_r1 > 0, spent_rw.div_(whole_r1), 0.0)
-        bucket_rw = p_rw.mul_(size).long().clamp_(0, size - 1)
-        of_token.append(chunk.mask_(bucket_rw, tokens.mask, size))
-    return Buckets(size, of_token)
+        chunk.mask_(H_rw, tokens.mask, 0.0).clamp_(min=0)
+        spent_rw = torch.cumsum(H_rw, dim=1, dtype=torch.float64)
+        whole_r1 = spent_rw[:, -1:]
+        scale_r1 = torch.where(whole_r1 > 0, size / whole_r1, 0.0)
+        of_column.append(spent_rw.mul_(scale_r1).long().clamp_(0, size - 1))
+    return Buckets(size, of_column)
 
 
 def standardise_(
     rollout: Rollout, x: Sequence[torch.Tensor], buckets: Buckets, floor: float
-) -> torch.Tensor:
+) -> None:
     """Turn x into z(x) over each group's tokens in one bucket, in place; 0 where the mask is 0.
 
     Args:
-        x: chunks, (r, w) float64, 0 where the mask is 0.
+        x: chunks, (r, w), 0 where the mask is 0.
         floor: the std below which z is 0.
-
-    Returns:
-        (G, K) bool: the buckets that have a signal, a std of at least the floor.
     """
     tokens, scopes = rollout.tokens, groups(rollout)
-    columns = buckets.size + 1  # the last one takes what is masked
-    shape = (scopes.size, columns)
-    count, first, second = (
-        torch.zeros(shape, dtype=torch.float64, device=tokens.mask.device) for _ in range(3)
+    device = tokens.mask.device
+    count, first, second = torch.zeros(
+        3, scopes.size, buckets.size, dtype=torch.float64, device=device
     )
-    for chunk, x_rw, bucket_rw in zip(tokens.chunks, x, buckets.of_token, strict=True):
-        group_r = scopes.index[chunk.rows]
-        for moment, value_rw in (
-            (count, torch.ones_like(x_rw)),
-            (first, x_rw),
-            (second, x_rw.square()),
+    bounds_K = torch.arange(1, buckets.size + 1, device=device)
+    scratch = stats.Scratch(torch.float64, device)
+    for chunk, x_rw, bucket_rw in zip(tokens.chunks, x, buckets.of_column, strict=True):
+        bounds_rK = bounds_K.expand(len(chunk.rows), -1).contiguous()
+        runs = Runs(torch.searchsorted(bucket_rw, bounds_rK))
+        x64_rw = scratch.copy(x_rw)
+        for moment, of_runs_rK in (
+            (count, runs.count(tokens, chunk)),
+            (first, runs.add_up(x64_rw)),
+            (second, runs.add_up(x64_rw.square_())),
         ):
-            per_row = torch.zeros(len(chunk.rows), columns, dtype=torch.float64, device=x_rw.device)
-            moment.index_add_(0, group_r, per_row.scatter_add_(1, bucket_rw, value_rw))
+            moment.index_add_(0, scopes.index[chunk.rows], of_runs_rK)
     mean = first / count.clamp(min=1)
     scale = inverse_std(second / count.clamp(min=1) - mean.square(), floor)
-    scale[:, -1] = 0.0
-    for chunk, x_rw, bucket_rw in zip(tokens.chunks, x, buckets.of_token, strict=True):
+    for chunk, x_rw, bucket_rw in zip(tokens.chunks, x, buckets.of_column, strict=True):
         group_r = scopes.index[chunk.rows]
-        x_rw.sub_(mean[group_r].gather(1, bucket_rw)).mul_(scale[group_r].gather(1, bucket_rw))
-    return scale[:, :-1] > 0
+        x_rw.sub_(mean[group_r].gather(1, bucket_rw))
+        x_rw.mul_(scale[group_r].gather(1, bucket_rw))
+        chunk.mask_(x_rw, tokens.mask, 0.0)
+
+
+class Runs:
+    """Runs of columns: those before end_1, from there to before end_2, and so on, (r, K) int64."""
+
+    def __init__(self, end_rK: torch.Tensor) -> None:
+        self.end = end_rK
+
+    def add_up(self, x_rw: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each run, (r, K) float64."""
+        upto_rw = torch.cumsum(x_rw, dim=1, dtype=torch.float64)
+        upto_rK = upto_rw.gather(1, (self.end - 1).clamp_(min=0))
+        return self._differences(torch.where(self.end > 0, upto_rK, 0.0))
+
+    def count(self, tokens: stats.Tokens, chunk: stats.Chunk) -> torch.Tensor:
+        """Return the number of valid tokens in each run, (r, K) float64."""
+        if chunk.holes:
+            return self.add_up(chunk.take(tokens.mask))
+        return self._differences(self.end.minimum(tokens.count[chunk.rows, None]).double())
+
+    def _differences(self, upto_rK: torch.Tensor) -> torch.Tensor:
+        return upto_rK.diff(dim=1, prepend=torch.zeros_like(upto_rK[:, :1]))
 
 
 def signal_metrics(
     rollout: Rollout, W: list[torch.Tensor], process: list[torch.Tensor]
 ) -> dict[str, float]:
     """Return the metrics that erpo and ep_grpo share; see there."""
-    tokens = rollout.tokens
-    count = int(tokens.count.sum())
-    mean = tokens.add_up(W) / count
-    square = tokens.add_up([W_rw.square() for W_rw in W]) / count
+    count = int(rollout.lengths.sum())
+    mean = stats.add_up(W) / count
     return {
         "gate": mean,
-        "gate_std": max(square - mean**2, 0.0) ** 0.5,
-        "process_rms": (tokens.add_up([x_rw.square() for x_rw in process]) / count) ** 0.5,
-        "process_share": tokens.add_up([x_rw != 0 for x_rw in process]) / count,
+        "gate_std": max(stats.add_up_squares(W) / count - mean**2, 0.0) ** 0.5,
+        "process_rms": (stats.add_up_squares(process) / count) ** 0.5,
+        "process_share": stats.count_nonzero(process) / count,
         "tokens": float(count),
     }

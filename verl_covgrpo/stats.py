@@ -92,6 +92,21 @@ def row_slices(x_BT: torch.Tensor, elements: int = CHUNK_ELEMENTS) -> list[slice
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
+def add_up(parts: Sequence[torch.Tensor]) -> float:
+    """Return all values of chunks added up in float64."""
+    return sum(float(x_rw.sum(dtype=torch.float64)) for x_rw in parts)
+
+
+def add_up_squares(parts: Sequence[torch.Tensor]) -> float:
+    """Return the squares of all values of chunks, added up."""
+    return sum(float(torch.linalg.vector_norm(x_rw)) ** 2 for x_rw in parts)
+
+
+def count_nonzero(parts: Sequence[torch.Tensor]) -> int:
+    """Return how many values of chunks are not 0."""
+    return sum(int(torch.count_nonzero(x_rw)) for x_rw in parts)
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Some rows, and the columns up to the last valid token of any of them."""
@@ -184,23 +199,17 @@ class Tokens:
     ) -> torch.Tensor:
         """Return weights * A + addends, (B, T) float32, 0 where the mask is 0.
 
-        A is (B, 1) or (B, T), the others are chunks; the weights are used up.
+        A is (B, 1) or (B, T), the others are chunks that are 0 there; the weights are used up.
         """
         weighted_BT = zeros(self.mask.shape, torch.float32, self.mask.device)
         for i, (chunk, w_rw) in enumerate(zip(self.chunks, weights, strict=True)):
             w_rw.mul_(chunk.take(A))
+            if A.shape[1] > 1:  # then it may hold anything where the mask is 0
+                chunk.mask_(w_rw, self.mask, 0.0)
             if addends is not None:
                 w_rw.add_(addends[i])
-            chunk.put(chunk.mask_(w_rw, self.mask, 0.0).float(), weighted_BT)
+            chunk.put(w_rw.float(), weighted_BT)
         return weighted_BT
-
-    def add_up(self, parts: Sequence[torch.Tensor]) -> float:
-        """Return the values of chunks at the valid tokens, added up."""
-        scratch = Scratch(torch.float64, self.mask.device)
-        return sum(
-            float(chunk.mask_(scratch.copy(x_rw), self.mask, 0.0).sum())
-            for chunk, x_rw in zip(self.chunks, parts, strict=True)
-        )
 
     def unpack_rows(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Put one number per row, (r,) of every chunk, where it belongs, (B,) float64."""

@@ -28,6 +28,7 @@ from typing import Literal
 
 import torch
 
+from verl_covgrpo import stats
 from verl_covgrpo.errors import MethodError
 from verl_covgrpo.registry import Method, parameter, register
 from verl_covgrpo.rollout import Reweighted, Rollout
@@ -73,15 +74,15 @@ class AHGRPO(Method):
         tokens = rollout.tokens
         count = int(tokens.count.sum())
         if self.normalize:
-            mean = tokens.add_up(w) / count
+            mean = stats.add_up(w) / count
             for w_rw in w:
                 w_rw.div_(mean)
         metrics = {
-            "discount": tokens.add_up(D) / count,
+            "discount": stats.add_up(D) / count,
             "final_discount": final_discount(rollout, D),
-            "weight": tokens.add_up(w) / count,
+            "weight": stats.add_up(w) / count,
             "negative_weight": mean_where_negative(rollout, A, w),
-            "erased_share": tokens.add_up([w_rw < ERASED for w_rw in w]) / count,
+            "erased_share": erased(rollout, w) / count,
             "normalized_entropy": mean_entropy(rollout) / log_vocabulary(rollout),
             "tokens": float(count),
         }
@@ -108,8 +109,10 @@ class SAAHGRPO(AHGRPO):
         A = self.base_advantages(rollout)
         D = discounts(rollout, self.alpha, self.inclusive)
         w = [
-            torch.where(negative, D_rw, 1.0)
-            for negative, D_rw in zip(negatives(rollout, A), D, strict=True)
+            torch.where(negative, D_rw, chunk.take(rollout.response_mask).double())
+            for chunk, negative, D_rw in zip(
+                rollout.tokens.chunks, negatives(rollout, A), D, strict=True
+            )
         ]
         if self.control == "neg_scale":
             mean = mean_where_negative(rollout, A, w)
@@ -121,7 +124,7 @@ class SAAHGRPO(AHGRPO):
 
 
 def discounts(rollout: Rollout, alpha: float, inclusive: bool) -> list[torch.Tensor]:
-    """Return D of every chunk, (r, w) float64; a masked token has that of the valid one before.
+    """Return D of every chunk, (r, w) float64, 0 where the mask is 0.
 
     Raises:
         MethodError: an entropy that no softmax over the vocabulary has.
@@ -142,7 +145,7 @@ def discounts(rollout: Rollout, alpha: float, inclusive: bool) -> list[torch.Ten
         if not inclusive:
             D_rw = D_rw.roll(1, dims=1)
             D_rw[:, 0] = 1.0
-        D.append(D_rw)
+        D.append(chunk.mask_(D_rw, tokens.mask, 0.0))
     return D
 
 
@@ -198,7 +201,15 @@ def decay_by_position_(rollout: Rollout, A: torch.Tensor, w: list[torch.Tensor])
         w_rw.copy_(torch.where(negative, mean_T[rank], w_rw))
 
 
+def erased(rollout: Rollout, w: list[torch.Tensor]) -> int:
+    """Return how many valid tokens have a weight below 0.1."""
+    count = stats.Counter(rollout.tokens.mask.device)
+    masked = sum(w_rw.numel() for w_rw in w) - int(rollout.lengths.sum())
+    return sum(count.below(w_rw, ERASED) for w_rw in w) - masked
+
+
 def mean_entropy(rollout: Rollout) -> float:
     """Return the mean entropy of the valid tokens, in nats."""
-    tokens = rollout.tokens
-    return tokens.add_up(tokens.pack(rollout.require("entropy"))) / int(tokens.count.sum())
+    tokens, H_BT = rollout.tokens, rollout.require("entropy")
+    H = (chunk.mask_(chunk.take(H_BT), tokens.mask, 0.0) for chunk in tokens.chunks)
+    return stats.add_up(list(H)) / int(tokens.count.sum())

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_covgrpo import signals
+from verl_covgrpo import signals, stats
 from verl_covgrpo.registry import Method, parameter, register
 from verl_covgrpo.rollout import Reweighted, Rollout
 
@@ -78,7 +78,7 @@ class EPGRPO(Method):
             (process_rw != 0) & ~differ_B[chunk.rows, None]
             for chunk, process_rw in zip(tokens.chunks, process, strict=True)
         ]
-        metrics["revived_share"] = tokens.add_up(revived) / metrics["tokens"]
+        metrics["revived_share"] = stats.count_nonzero(revived) / metrics["tokens"]
         return Reweighted(advantages=tokens.weigh_(W, A, process), metrics=metrics)
 
 
