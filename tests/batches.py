@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -59,6 +60,26 @@ def ragged(
     }
 
 
+VOCABULARY = 50
+
+
+def with_policy_fields(
+    batch: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """Return the batch with entropy, reference log-probs and the size of the vocabulary."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    mask = batch["response_mask"].bool()
+    entropy = torch.rand(mask.shape, generator=generator).square() * math.log(VOCABULARY)
+    noise = 0.3 * torch.randn(mask.shape, generator=generator)
+    garbage = torch.where(torch.rand(mask.shape, generator=generator) < 0.5, torch.nan, -torch.inf)
+    return {
+        **batch,
+        "entropy": torch.where(mask, entropy, garbage).to(dtype),
+        "ref_log_probs": torch.where(mask, batch["old_log_probs"] + noise, garbage).to(dtype),
+        "vocab_size": VOCABULARY,
+    }
+
+
 def valid(x: torch.Tensor, mask: torch.Tensor) -> list[list[float]]:
     """Return the values at valid tokens, row by row, as Python floats; `x` may be (B,)."""
     x = x.unsqueeze(1) if x.ndim == 1 else x
@@ -69,6 +90,10 @@ def valid(x: torch.Tensor, mask: torch.Tensor) -> list[list[float]]:
 def rows_of(batch: dict[str, Any], order: torch.Tensor) -> dict[str, Any]:
     """Return a batch with its rows in another order, or some of them."""
     return {
-        name: value[order] if isinstance(value, torch.Tensor) else [value[i] for i in order]
+        name: value[order]
+        if isinstance(value, torch.Tensor)
+        else [value[i] for i in order]
+        if isinstance(value, list)
+        else value
         for name, value in batch.items()
     }

@@ -95,3 +95,159 @@ def grpo(rewards: Sequence[float], group: Sequence[Hashable], by_std: bool = Tru
         std = math.sqrt(math.fsum((r - mean) ** 2 for r in others) / (len(others) - 1))
         advantages.append((reward - mean) / (std + 1e-6) if by_std else reward - mean)
     return advantages
+
+
+def ah_weights(
+    H: Rows,
+    A: Rows,
+    vocab_size: int,
+    alpha: float,
+    inclusive: bool = True,
+    normalize: bool = False,
+    sign_aware: bool = False,
+    control: str = "none",
+) -> list[list[float]]:
+    """Return the weight of each token under the adaptive horizon, or its sign-aware form."""
+    weights = []
+    for entropies, advantages in zip(H, A, strict=True):
+        row, product = [], 1.0
+        for entropy, advantage in zip(entropies, advantages, strict=True):
+            before = product
+            product *= 1 - alpha * entropy / math.log(vocab_size)
+            discount = product if inclusive else before
+            row.append(1.0 if sign_aware and advantage >= 0 else discount)
+        weights.append(row)
+    negative = [(i, t) for i, row in enumerate(A) for t, a in enumerate(row) if a < 0]
+    if control != "none" and negative:
+        held = {where: weights[where[0]][where[1]] for where in negative}
+        for i, t in negative:
+            alike = [w for (_, rank), w in held.items() if control == "neg_scale" or rank == t]
+            weights[i][t] = math.fsum(alike) / len(alike)
+    if normalize:
+        flat = [w for row in weights for w in row]
+        mean = math.fsum(flat) / len(flat)
+        weights = [[w / mean for w in row] for row in weights]
+    return weights
+
+
+def z_scores(x: dict[Hashable, float], floor: float) -> dict[Hashable, float]:
+    """Return (x - mean) / (std + 1e-6) of one population, 0 where the std is below the floor."""
+    mean = math.fsum(x.values()) / len(x)
+    std = math.sqrt(math.fsum((v - mean) ** 2 for v in x.values()) / len(x))
+    return {key: 0.0 if std < floor else (v - mean) / (std + 1e-6) for key, v in x.items()}
+
+
+def z_within(x: Rows, population: Sequence[Sequence[Hashable]], floor: float) -> list[list[float]]:
+    """Return the z-score of each value among those with its own label."""
+    found = [[0.0] * len(row) for row in x]
+    labels = {label for row in population for label in row}
+    for label in labels:
+        where = {
+            (i, t): x[i][t]
+            for i, row in enumerate(population)
+            for t, own in enumerate(row)
+            if own == label
+        }
+        for (i, t), z in z_scores(where, floor).items():  # type: ignore[misc]
+            found[i][t] = z
+    return found
+
+
+def entropy_gate(H: Rows, group: Sequence[Hashable], gamma: float) -> list[list[float]]:
+    """Return sigmoid(gamma z(H)), z over all tokens of the prompt's group."""
+    labels = [[g] * len(row) for row, g in zip(H, group, strict=True)]
+    return [[1 / (1 + math.exp(-gamma * z)) for z in row] for row in z_within(H, labels, 1e-6)]
+
+
+def sign(x: float) -> float:
+    return (x > 0) - (x < 0)
+
+
+def erpo_advantages(
+    H: Rows,
+    s: Rows,
+    A: Rows,
+    group: Sequence[Hashable],
+    gamma: float,
+    K: int,
+    eta: float,
+    gate_outcome: bool,
+    floor: float,
+) -> list[list[float]]:
+    W = entropy_gate(H, group, gamma)
+    labels = [
+        [(g, K * rank // len(row)) for rank in range(len(row))]
+        for row, g in zip(s, group, strict=True)
+    ]
+    z = z_within(s, labels, floor)
+    return [
+        [
+            (W[i][t] if gate_outcome else 1.0) * a + eta * W[i][t] * sign(a) * z[i][t]
+            for t, a in enumerate(row)
+        ]
+        for i, row in enumerate(A)
+    ]
+
+
+def progress(H: Rows) -> list[list[float]]:
+    """Return the share of the response's entropy spent up to and including each token."""
+    return [
+        [
+            math.fsum(row[: t + 1]) / math.fsum(row) if math.fsum(row) else 0.0
+            for t in range(len(row))
+        ]
+        for row in H
+    ]
+
+
+def ep_grpo_advantages(
+    H: Rows,
+    s: Rows,
+    A: Rows,
+    rewards: Sequence[float],
+    scores: Sequence[float],
+    group: Sequence[Hashable],
+    gamma: float,
+    K: int,
+    eta: float,
+    threshold: float,
+    floor: float,
+) -> list[list[float]]:
+    W = entropy_gate(H, group, gamma)
+    labels = [
+        [(g, min(math.floor(K * p), K - 1)) for p in row]
+        for row, g in zip(progress(H), group, strict=True)
+    ]
+    signal = []
+    for i, row in enumerate(s):
+        own = [r for r, g in zip(rewards, group, strict=True) if g == group[i]]
+        outcome = 1.0 if scores[i] > threshold else -1.0
+        differ = max(own) > min(own)
+        signal.append([(sign(A[i][t]) if differ else outcome) * x for t, x in enumerate(row)])
+    z = z_within(signal, labels, floor)
+    return [[W[i][t] * a + eta * z[i][t] for t, a in enumerate(row)] for i, row in enumerate(A)]
+
+
+def reco_weights(l: Rows, group: Sequence[Hashable], cap: float) -> list[float]:  # noqa: E741
+    """Return the weight of each response; 1 for one without a token."""
+    weights = []
+    for row, own in zip(l, group, strict=True):
+        if not row:
+            weights.append(1.0)
+            continue
+        others = [r for r, g in zip(l, group, strict=True) if g == own and r]
+        inverse = [1 / math.exp(math.fsum(r) / len(r)) for r in others]
+        rarity = 1 / math.exp(math.fsum(row) / len(row))
+        weights.append(min(rarity / (math.fsum(inverse) / len(inverse)), cap))
+    return weights
+
+
+def covariances(l: Rows, A: Rows) -> list[list[float]]:  # noqa: E741
+    """Return c over the whole batch."""
+    flat_l = [x for row in l for x in row]
+    flat_A = [x for row in A for x in row]
+    mean_l, mean_A = math.fsum(flat_l) / len(flat_l), math.fsum(flat_A) / len(flat_A)
+    return [
+        [(x - mean_l) * (a - mean_A) for x, a in zip(ls, As, strict=True)]
+        for ls, As in zip(l, A, strict=True)
+    ]

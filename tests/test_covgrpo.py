@@ -365,9 +365,7 @@ def loss_weights(
     batch: dict[str, Any], result: Reweighted, log_probs: torch.Tensor
 ) -> torch.Tensor:
     mask = batch["response_mask"]
-    return build("covgrpo_loss").advantage_weights(  # type: ignore[attr-defined]
-        log_probs, result.advantages, mask, result.loss_fields
-    )
+    return weights(log_probs, result.advantages, mask, result.loss_fields[FROZEN])
 
 
 @pytest.mark.parametrize("scope", SCOPES)

@@ -73,5 +73,5 @@ class ERPO(Method):
                 chunk.mask_(process_rw, tokens.mask, 0.0)
         metrics = signals.signal_metrics(rollout, W, process)
         if not self.gate_outcome:
-            W = [W_rw.fill_(1.0) for W_rw in W]
+            W = tokens.pack(tokens.mask)
         return Reweighted(advantages=tokens.weigh_(W, A, process), metrics=metrics)

@@ -17,13 +17,6 @@ app = typer.Typer(
 )
 
 
-class DemoMethod(str, enum.Enum):
-    """What the demo trains with."""
-
-    grpo = "grpo"
-    covgrpo = "covgrpo"
-
-
 class DemoModel(str, enum.Enum):
     """What the demo trains."""
 
@@ -33,9 +26,11 @@ class DemoModel(str, enum.Enum):
 
 @app.command()
 def demo(
-    method: Annotated[DemoMethod, typer.Option(help="What to train with.")] = DemoMethod.covgrpo,
+    method: Annotated[
+        str, typer.Option(help="What to train with: grpo, or any method of this package.")
+    ] = "covgrpo",
     compare: Annotated[
-        bool, typer.Option("--compare", help="Train with grpo and with covgrpo, one plot.")
+        bool, typer.Option("--compare", help="Train with grpo too, the same seed, one plot.")
     ] = False,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Training steps.", show_default="40; smollm2: 6")
@@ -48,17 +43,23 @@ def demo(
     # Before torch is loaded: threads that spin while they wait crawl on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TQDM_DISABLE", "1")  # one progress bar, ours
+    from verl_covgrpo import MethodError, registry
     from verl_covgrpo.demo.launch import RunFailed
     from verl_covgrpo.demo.run import check_installed, run_demo
 
     console = Console()
-    methods = ["grpo", "covgrpo"] if compare else [method.value]
     try:
+        if method != "grpo":
+            registry.get(method)
+        methods = ["grpo", method] if compare and method != "grpo" else [method]
         check_installed()
         run_demo(methods, model.value, steps, seed, ranks, console)
     except KeyboardInterrupt:
         console.print("stopped; no process of the run is left")
         raise typer.Exit(130) from None
+    except MethodError as error:
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from None
     except (RunFailed, RuntimeError) as error:
         console.print(f"the demo failed: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None

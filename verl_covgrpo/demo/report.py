@@ -56,7 +56,7 @@ class Result:
             window = max(1, len(values) // 6)
             numbers[f"{name}, first steps"] = _mean(values[:window])
             numbers[f"{name}, last steps"] = _mean(values[-window:])
-        for key, name in WEIGHTS:
+        for key, name in self._method_metrics():
             values = self.series(key)[1]
             if values:
                 numbers[name] = _mean(values)
@@ -64,6 +64,13 @@ class Result:
         numbers["seconds per step"] = _mean(step_times)
         numbers["minutes in all"] = self.seconds / 60
         return numbers
+
+    def _method_metrics(self) -> list[tuple[str, str]]:
+        """Key and name of what the method reported; those of covgrpo in words."""
+        if self.method.startswith("covgrpo"):
+            return list(WEIGHTS)
+        own = {key for row in self.rows for key in row["data"] if key.startswith(f"{self.method}/")}
+        return [(key, key) for key in sorted(own) if not key.endswith(("/tokens", "/seconds"))]
 
     def save(self) -> None:
         (self.folder / "summary.json").write_text(json.dumps(self.summary(), indent=2) + "\n")
