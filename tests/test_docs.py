@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -56,7 +57,49 @@ def test_the_method_of_the_guide_is_one_file_and_one_yaml(
 
 
 def test_every_link_of_the_documentation_leads_somewhere() -> None:
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+LAUNCHES = [
+    pytest.param(command, id=re.findall(r"\+method=(\w+)", command)[0])
+    for block in blocks("docs/paper_index.md", "bash")
+    for command in block.split("python3 -m verl.trainer.main_ppo ... ")[1:]
+]
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize("command", LAUNCHES)
+def test_the_settings_of_the_paper_index_are_real(command: str) -> None:
+    from verl_fixtures import compose, validate
+
+    overrides = shlex.split(command.replace("\\\n", " ").replace("RANK", "32"))
+    validate(compose("actor_rollout_ref.rollout.name=vllm", *overrides))
+
+
+def test_every_method_has_a_page_and_a_paper() -> None:
+    index = (ROOT / "docs" / "paper_index.md").read_text()
+    for name in registry.names():
+        page = ROOT / "docs" / "methods" / f"{name.removesuffix('_loss')}.md"
+        text = page.read_text()
+        assert f"methods/{page.name}" in index
+        assert f"+method={name}" in text
+        for key in registry.advantage_parameters(name) | registry.loss_parameters(name):
+            assert re.search(rf"`[\w.]*\.{key}`", text) or "Those of [" in text, f"{name}: {key}"
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_a_page_explains_every_metric(name: str) -> None:
+    from batches import ragged, with_policy_fields
+
+    method = registry.get(name)
+    prefix = method.adv_estimator or method.loss_mode
+    result = build(name)(Rollout(**with_policy_fields(ragged(0))))
+    pages = [ROOT / "docs" / "methods" / f"{prefix}.md", ROOT / "docs" / "metrics.md"]
+    if name == "sa_ah_grpo":
+        pages.append(ROOT / "docs" / "methods" / "ah_grpo.md")
+    text = "".join(page.read_text() for page in pages)
+    missing = [key for key in result.metrics if not re.search(rf"`(\w+/)?{key}`", text)]
+    assert missing == []

@@ -112,6 +112,35 @@ def test_no_process_is_left_behind(finished: dict[str, Any]) -> None:
     assert launch.processes_with(launch.MARK, finished["run"]._mark) == []
 
 
+def test_entropy_reference_and_a_policy_loss(prepared: dict[str, Any], tmp_path: Path) -> None:
+    """ep_grpo reads entropy and reference; kl_cov_exact changes the loss, two updates a batch."""
+    run = launch.Run(
+        tmp_path / "run",
+        **prepared,
+        method="[ep_grpo,kl_cov_exact]",
+        steps=2,
+        seed=3,
+        ranks=1,
+        overrides=("actor_rollout_ref.actor.ppo_mini_batch_size=8",),
+    )
+    with run:
+        rows = [row["data"] for row in run.rows() if row is not None]
+    first, second = (row for row in rows if "actor/loss" in row)
+    for row in (first, second):
+        ours = {k: v for k, v in row.items() if k.startswith(("ep_grpo/", "kl_cov_exact/"))}
+        assert len(ours) == 12
+        assert all(math.isfinite(value) for value in ours.values())
+        assert row["kl_cov_exact/penalised_share"] * row["ep_grpo/tokens"] >= 1
+        assert row["ep_grpo/tokens"] == row["kl_cov_exact/tokens"]
+        assert row["ep_grpo/gate_std"] > 0.05
+        # The first of the two updates has moved the policy, the penalty holds it.
+        assert row["actor/kl_cov_exact_penalty"] > 0
+        assert row["actor/grad_norm"] > 0
+    # Before the first update the policy is the reference.
+    assert first["ep_grpo/process_share"] == 0.0
+    assert second["ep_grpo/process_share"] > 0.0
+
+
 def test_an_interrupted_run_ends_its_processes(prepared: dict[str, Any], tmp_path: Path) -> None:
     run = launch.Run(tmp_path / "run", **prepared, method="grpo", steps=1, seed=0, ranks=1)
     deadline = time.monotonic() + 180

@@ -598,6 +598,13 @@ def test_reco_stays_finite_at_both_ends() -> None:
     assert grad[0].tolist() == pytest.approx([-1.2, -0.8, -1.0, -1.0])
 
 
+@pytest.mark.parametrize("q", [0.5, 1e-3, 2e-6, 1e-6, 1e-9, 0.0])
+def test_recos_variance_is_floored_at_1e_6_in_one_minus_p(q: float) -> None:
+    log_p = torch.tensor(math.log1p(-q), dtype=torch.float64)
+    expected = math.log1p(-q) + math.log(max(q, 1e-6))
+    assert float(reco.log_variance(log_p)) == pytest.approx(expected, rel=1e-9)
+
+
 def test_kl_cov_penalises_where_selected_and_clips_nowhere() -> None:
     new = torch.tensor([[-0.5, -1.0, -3.0]]).requires_grad_()
     old = torch.tensor([[-1.0, -0.5, -0.5]])
