@@ -74,7 +74,10 @@ class Buckets:
 
     size: int
     of_column: list[torch.Tensor]
-    """Chunks, (r, w) int64 in [0, K), not decreasing along a row; a masked token may have any."""
+    """Chunks, (r, w) int16 in [0, K), not decreasing along a row; a masked token may have any."""
+
+
+MOST_BUCKETS = 1000
 
 
 def buckets_by_rank(rollout: Rollout, size: int) -> Buckets:
@@ -84,7 +87,7 @@ def buckets_by_rank(rollout: Rollout, size: int) -> Buckets:
     for chunk in tokens.chunks:
         # The quotient of two integers below 2^53, rounded once, has the right floor.
         share_rw = (size * chunk.ranks(tokens.mask)).double() / tokens.count[chunk.rows, None]
-        of_column.append(share_rw.long().clamp_(0, size - 1))
+        of_column.append(share_rw.clamp_(0, size - 1).to(torch.int16))
     return Buckets(size, of_column)
 
 
@@ -93,14 +96,16 @@ def buckets_by_progress(rollout: Rollout, size: int) -> Buckets:
 
     A response without entropy has p = 0. An entropy below 0, which is rounding, counts as 0.
     """
-    tokens = rollout.tokens
+    tokens, H_BT = rollout.tokens, rollout.require("entropy")
+    scratch = stats.Scratch(torch.float64, H_BT.device)
     of_column = []
-    for chunk, H_rw in zip(tokens.chunks, tokens.pack(rollout.require("entropy")), strict=True):
-        chunk.mask_(H_rw, tokens.mask, 0.0).clamp_(min=0)
-        spent_rw = torch.cumsum(H_rw, dim=1, dtype=torch.float64)
+    for chunk in tokens.chunks:
+        H_rw = chunk.mask_(chunk.take(H_BT), tokens.mask, 0.0).clamp_(min=0)
+        spent_rw = scratch.like(H_rw)
+        torch.cumsum(H_rw, dim=1, dtype=torch.float64, out=spent_rw)
         whole_r1 = spent_rw[:, -1:]
         scale_r1 = torch.where(whole_r1 > 0, size / whole_r1, 0.0)
-        of_column.append(spent_rw.mul_(scale_r1).long().clamp_(0, size - 1))
+        of_column.append(spent_rw.mul_(scale_r1).clamp_(0, size - 1).to(torch.int16))
     return Buckets(size, of_column)
 
 
@@ -118,7 +123,7 @@ def standardise_(
     count, first, second = torch.zeros(
         3, scopes.size, buckets.size, dtype=torch.float64, device=device
     )
-    bounds_K = torch.arange(1, buckets.size + 1, device=device)
+    bounds_K = torch.arange(1, buckets.size + 1, dtype=torch.int16, device=device)
     scratch = stats.Scratch(torch.float64, device)
     for chunk, x_rw, bucket_rw in zip(tokens.chunks, x, buckets.of_column, strict=True):
         bounds_rK = bounds_K.expand(len(chunk.rows), -1).contiguous()
@@ -132,10 +137,13 @@ def standardise_(
             moment.index_add_(0, scopes.index[chunk.rows], of_runs_rK)
     mean = first / count.clamp(min=1)
     scale = inverse_std(second / count.clamp(min=1) - mean.square(), floor)
+    indices = stats.Scratch(torch.int64, device)
     for chunk, x_rw, bucket_rw in zip(tokens.chunks, x, buckets.of_column, strict=True):
-        group_r = scopes.index[chunk.rows]
-        x_rw.sub_(mean[group_r].gather(1, bucket_rw))
-        x_rw.mul_(scale[group_r].gather(1, bucket_rw))
+        group_r, bucket64_rw = scopes.index[chunk.rows], indices.copy(bucket_rw)
+        for table, apply_ in ((mean, x_rw.sub_), (scale, x_rw.mul_)):
+            of_token_rw = scratch.like(x_rw)
+            torch.gather(table[group_r], 1, bucket64_rw, out=of_token_rw)
+            apply_(of_token_rw)
         chunk.mask_(x_rw, tokens.mask, 0.0)
 
 
@@ -166,11 +174,12 @@ def signal_metrics(
 ) -> dict[str, float]:
     """Return the metrics that erpo and ep_grpo share; see there."""
     count = int(rollout.lengths.sum())
+    counter = stats.Counter(rollout.tokens.mask.device)
     mean = stats.add_up(W) / count
     return {
         "gate": mean,
         "gate_std": max(stats.add_up_squares(W) / count - mean**2, 0.0) ** 0.5,
         "process_rms": (stats.add_up_squares(process) / count) ** 0.5,
-        "process_share": stats.count_nonzero(process) / count,
+        "process_share": sum(map(counter.nonzero, process)) / count,
         "tokens": float(count),
     }

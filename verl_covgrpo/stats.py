@@ -64,7 +64,7 @@ class Scratch:
 
 
 class Counter:
-    """Counts the elements of a chunk that lie above or below a value."""
+    """Counts the elements of a chunk that lie above or below a value, or are not 0."""
 
     def __init__(self, device: torch.device) -> None:
         self._scratch = Scratch(torch.bool, device)
@@ -76,6 +76,10 @@ class Counter:
     def below(self, x_rw: torch.Tensor, value: float) -> int:
         """Return how many elements are less than `value`."""
         return self._count(np.less, torch.lt, x_rw, value)
+
+    def nonzero(self, x_rw: torch.Tensor) -> int:
+        """Return how many elements are not 0."""
+        return self._count(np.not_equal, torch.ne, x_rw, 0.0)
 
     def _count(self, in_numpy: Any, in_torch: Any, x_rw: torch.Tensor, value: float) -> int:
         flags_rw = self._scratch.like(x_rw)
@@ -100,11 +104,6 @@ def add_up(parts: Sequence[torch.Tensor]) -> float:
 def add_up_squares(parts: Sequence[torch.Tensor]) -> float:
     """Return the squares of all values of chunks, added up."""
     return sum(float(torch.linalg.vector_norm(x_rw)) ** 2 for x_rw in parts)
-
-
-def count_nonzero(parts: Sequence[torch.Tensor]) -> int:
-    """Return how many values of chunks are not 0."""
-    return sum(int(torch.count_nonzero(x_rw)) for x_rw in parts)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class EPGRPO(Method):
 
     gamma: float = parameter(5.0, low=0.0)
     """Steepness of the gate; 0 makes W 1/2 everywhere."""
-    buckets: int = parameter(10, low=1)
+    buckets: int = parameter(10, low=1, high=signals.MOST_BUCKETS)
     """K, the parts into which each response's entropy is cut."""
     eta: float = parameter(0.2, low=0.0)
     """Weight of the progress term."""
@@ -74,11 +74,12 @@ class EPGRPO(Method):
         signals.standardise_(rollout, ds, by_progress, self.signal_floor)
         process = [z_rw.mul_(self.eta) for z_rw in ds]
         metrics = signals.signal_metrics(rollout, W, process)
+        counter = stats.Counter(differ_B.device)
         revived = [
-            (process_rw != 0) & ~differ_B[chunk.rows, None]
+            counter.nonzero(process_rw[~differ_B[chunk.rows]])
             for chunk, process_rw in zip(tokens.chunks, process, strict=True)
         ]
-        metrics["revived_share"] = stats.count_nonzero(revived) / metrics["tokens"]
+        metrics["revived_share"] = sum(revived) / metrics["tokens"]
         return Reweighted(advantages=tokens.weigh_(W, A, process), metrics=metrics)
 
 

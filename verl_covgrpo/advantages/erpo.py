@@ -50,7 +50,7 @@ class ERPO(Method):
 
     gamma: float = parameter(5.0, low=0.0)
     """Steepness of the gate; 0 makes W 1/2 everywhere."""
-    buckets: int = parameter(10, low=1)
+    buckets: int = parameter(10, low=1, high=signals.MOST_BUCKETS)
     """K, the parts into which each response is cut."""
     eta: float = parameter(0.2, low=0.0)
     """Weight of the process term."""
