@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from verl_fixtures import child
 
-from verl_covgrpo import seams, verl_hooks
+from verl_covgrpo import registry, seams, verl_hooks
 from verl_covgrpo.cli.doctor import Report, make_probe
 
 pytestmark = pytest.mark.verl
@@ -43,7 +43,11 @@ def examine(worker: Report, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
 def test_all_well(well: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     assert well["problems"] == []
     assert set(well["seams"].values()) == {"wrapped"}
-    assert well["ours"] == {"estimators": ["covgrpo"], "losses": ["covgrpo"]}
+    methods = [registry.get(name) for name in registry.names()]
+    assert well["ours"] == {
+        "estimators": [method.adv_estimator for method in methods if method.adv_estimator],
+        "losses": [method.loss_mode for method in methods if method.loss_mode],
+    }
     status, text = examine(well, monkeypatch)
     assert status == 0
     assert text.rstrip().endswith("all well")
