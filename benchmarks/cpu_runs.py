@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from verl_covgrpo import methods, registry
-from verl_covgrpo.demo import data, launch, model
+from verl_covgrpo import data, methods, registry
+from verl_covgrpo.demo import launch, model
 from verl_covgrpo.demo.settings import DEMOS, OUTPUT, TRAIN_SEED, VALIDATION_SEED
 
 SHOWN = {
@@ -34,14 +34,18 @@ SHOWN = {
 
 def prepare(demo: Any, seed: int, output: Path) -> dict[str, Any]:
     """Return the arguments of a run that do not depend on the method."""
-    validation = data.problems(demo.task, 64, VALIDATION_SEED)
-    train = data.problems(demo.task, 1024, TRAIN_SEED + seed)
+    task = demo.task
+    validation = data.problems(task.name, 64, VALIDATION_SEED, task.config)
+    train = data.problems(task.name, 1024, TRAIN_SEED + seed, task.config)
     return {
         "demo": demo,
         "model": model.prepare(demo.name, OUTPUT / "cache", lambda *_: None),
-        "train": data.write_parquet(train, demo.task, "train", output / "train.parquet"),
+        "train": data.write_parquet(
+            data.reasoning_rows(task.name, train, "train"), output / "train.parquet"
+        ),
         "validation": data.write_parquet(
-            validation, demo.task, "validation", output / "validation.parquet"
+            data.reasoning_rows(task.name, validation, "validation"),
+            output / "validation.parquet",
         ),
     }
 

@@ -6,6 +6,8 @@ import base64
 import importlib.metadata
 import io
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from importlib import import_module
@@ -15,7 +17,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 from rich.console import Console
-from verl_fixtures import child
+from verl_fixtures import child, fresh_environment
 
 from verl_covgrpo import registry, seams, verl_hooks
 from verl_covgrpo.cli.doctor import Report, make_probe
@@ -168,21 +170,41 @@ print(pickle.loads(base64.b64decode({sent!r}))()["problems"])
     assert done.stdout.splitlines()[-1:] == [str([problem])], done.stderr
 
 
-@pytest.fixture
-def cluster_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Address of a running Ray cluster whose second node has the plugin switched off."""
-    from ray.cluster_utils import Cluster
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
 
+arguments = {"num_cpus": 1, "include_dashboard": False}
+cluster = Cluster(initialize_head=True, head_node_args=arguments)
+try:
+    cluster.add_node(**arguments, env_vars={"VERL_USE_EXTERNAL_PLUGINS": "none"})
+    print("ADDRESS", cluster.address, flush=True)
+    sys.stdin.read()
+finally:
+    cluster.shutdown()
+"""
+
+
+@pytest.fixture
+def cluster_of_two() -> Iterator[str]:
+    """Address of a running Ray cluster whose second node has the plugin switched off."""
     folder = tempfile.mkdtemp(prefix="cov-", dir="/tmp")  # short: Ray's sockets go there
     (Path(folder) / "ray").mkdir()
-    monkeypatch.setenv("RAY_TMPDIR", folder)
-    arguments = {"num_cpus": 1, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=arguments)
+    # In a process of its own: a Ray that another test ran here would get in its way.
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER],
+        env={**fresh_environment(), "RAY_TMPDIR": folder},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     try:
-        cluster.add_node(**arguments, env_vars={"VERL_USE_EXTERNAL_PLUGINS": "none"})
-        yield cluster.address
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        yield next(line.split()[1] for line in lines if line.startswith("ADDRESS"))
     finally:
-        cluster.shutdown()
+        process.communicate(timeout=60)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -18,7 +18,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from verl_covgrpo.demo import data, launch, model
+from verl_covgrpo import data
+from verl_covgrpo.demo import launch, model
 from verl_covgrpo.demo.settings import OUTPUT, TINY, WarmStart
 
 pytestmark = pytest.mark.full_run
@@ -31,14 +32,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A model that has learnt little, and its problems."""
     folder = tmp_path_factory.mktemp("prepared")
     model._make_tiny(replace(WarmStart(), target_accuracy=0.05), folder, lambda *_: None)
-    entries = data.problems(TINY.task, 64, 1)
+    task = TINY.task
+    entries = data.problems(task.name, 64, 1, task.config)
+    rows = data.reasoning_rows(task.name, entries, "train")
     return {
         "demo": TINY,
         "model": folder,
-        "train": data.write_parquet(entries, TINY.task, "train", folder / "train.parquet"),
-        "validation": data.write_parquet(
-            entries[:32], TINY.task, "validation", folder / "validation.parquet"
-        ),
+        "train": data.write_parquet(rows, folder / "train.parquet"),
+        "validation": data.write_parquet(rows[:32], folder / "validation.parquet"),
     }
 
 
@@ -121,7 +122,11 @@ def test_entropy_reference_and_a_policy_loss(prepared: dict[str, Any], tmp_path:
         steps=2,
         seed=3,
         ranks=1,
-        overrides=("actor_rollout_ref.actor.ppo_mini_batch_size=8",),
+        overrides=(
+            "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+            "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+            "actor_rollout_ref.actor.policy_loss.share=0.2",
+        ),
     )
     with run:
         rows = [row["data"] for row in run.rows() if row is not None]

@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[1]
 YAMLS = ROOT / "verl_covgrpo" / "conf" / "method"
 RECIPE = ROOT / "recipes" / "cpu_demo"
 
+BASELINES = ("grpo", "dr_grpo", "dapo_clip_higher", "clip_cov", "kl_cov")
+
 pytestmark = pytest.mark.verl
 
 
@@ -86,7 +88,16 @@ def test_the_recipe_passes_verls_own_validation(
 
 
 def test_every_method_has_a_yaml_of_its_name() -> None:
-    assert {path.stem for path in YAMLS.glob("*.yaml")} == set(methods())
+    assert {path.stem for path in YAMLS.glob("*.yaml")} == {*methods(), *BASELINES}
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_baseline_is_verls_own(name: str) -> None:
+    config = compose(f"+method={name}")
+    validate(config)
+    assert not selection.selection(config)
+    assert config.algorithm.adv_estimator == "grpo"
+    assert "method" not in config.algorithm
 
 
 @pytest.mark.parametrize("name", methods())

@@ -52,17 +52,21 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def child(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run Python as a user would: the plugin on, no platform chosen, unless `env` says so."""
-    inherited = {
+def fresh_environment() -> dict[str, str]:
+    """The environment without what verl, Ray (RAY_AUTH_MODE) and Hydra have set here."""
+    return {
         key: value
         for key, value in os.environ.items()
         if not key.startswith(("VERL_", "RAY_", "HYDRA_"))
     }
+
+
+def child(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run Python as a user would: the plugin on, no platform chosen, unless `env` says so."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env={**inherited, "PYTHONWARNINGS": "ignore", **env},
+        env={**fresh_environment(), "PYTHONWARNINGS": "ignore", **env},
         capture_output=True,
         text=True,
         timeout=180,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import os
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -75,3 +76,78 @@ def doctor(
     from verl_covgrpo.cli.doctor import examine
 
     raise typer.Exit(examine(cluster, Console()))
+
+
+@app.command()
+def check(
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe's name, a path to a YAML, or verl for verl's own.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Overrides as in the launch, +method=NAME too.")
+    ] = None,
+    gpu_memory: Annotated[float, typer.Option(min=1.0, help="GiB of one GPU.")] = 80.0,
+) -> None:
+    """Check a launch before it is paid for: what is wrong, what it takes, what it changes."""
+    from verl_covgrpo.cli.check import examine
+
+    raise typer.Exit(examine(recipe, overrides or [], gpu_memory, Console()))
+
+
+@app.command()
+def data(
+    name: Annotated[
+        str, typer.Argument(help="gsm8k, math, open_rs, dapo_math_17k, or a reasoning-gym task.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="The folder.", show_default="data/NAME")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option(help="A local copy of the source, instead of its hub.")
+    ] = None,
+    instruction: Annotated[
+        str | None, typer.Option(help="What follows each question.", show_default="boxed answer")
+    ] = None,
+    size: Annotated[int, typer.Option(min=1, help="Problems of a reasoning-gym task.")] = 2048,
+    test_size: Annotated[int, typer.Option(min=1, help="Test problems of such a task.")] = 512,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of such a task.")] = 0,
+    setting: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE of such a task; may be repeated.")
+    ] = None,
+) -> None:
+    """Write a problem set as parquet files in verl's schema."""
+    from rich.progress import Progress
+
+    from verl_covgrpo import data as sets
+
+    console = Console()
+    folder = output or Path("data") / name
+    try:
+        with Progress(console=console) as progress:
+            bars: dict[str, Any] = {}
+
+            def say(split: str, done: int, of: int) -> None:
+                if split not in bars:
+                    bars[split] = progress.add_task(f"{name} {split}", total=of)
+                progress.update(bars[split], completed=done)
+
+            if name in sets.SOURCES:
+                text = sets.INSTRUCTION if instruction is None else instruction
+                counts = sets.write(name, folder, source, text, say)
+            else:
+                config = dict(_key_value(item) for item in setting or [])
+                counts = sets.write_reasoning(name, folder, size, test_size, seed, config, say)
+    except sets.DataError as error:
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    for split, count in counts.items():
+        console.print(f"{count:>8,}  {folder / split}.parquet", markup=False, soft_wrap=True)
+
+
+def _key_value(item: str) -> tuple[str, Any]:
+    import yaml
+
+    key, separator, value = item.partition("=")
+    if not separator:
+        raise typer.BadParameter(f"{item!r}: give KEY=VALUE")
+    return key, yaml.safe_load(value)

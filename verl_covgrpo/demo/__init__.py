@@ -1,7 +1,6 @@
 """The demo: a small language model trained by the stock verl pipeline on a plain CPU.
 
 - `settings`: the two models, their tasks and how the recipe is changed for them
-- `data`: parquet files in verl's schema from a reasoning-gym task
 - `model`: makes (and warm-starts) the model; measures its accuracy outside verl
 - `launch`: runs the stock `verl.trainer.main_ppo`, follows it, and cleans up after it
 - `report`: the table and the plot

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from verl_covgrpo.demo.data import problems
+from verl_covgrpo.data import problems
 from verl_covgrpo.demo.settings import WARM_START_CHECK_SEED, WARM_START_SEED, Task, WarmStart
 from verl_covgrpo.rewards.reasoning_gym import PREFIX, compute_score
 
@@ -132,8 +132,9 @@ def _make_tiny(settings: WarmStart, folder: Path, progress: Progress) -> None:
     """Train on right answers, some in words, until `target_accuracy` of its samples are counted."""
     tokenizer = byte_tokenizer()
     model = _new_tiny(tokenizer, settings)
-    examples = problems(settings.task, 4096, WARM_START_SEED)
-    check = problems(settings.task, 256, WARM_START_CHECK_SEED)
+    task = settings.task
+    examples = problems(task.name, 4096, WARM_START_SEED, task.config)
+    check = problems(task.name, 256, WARM_START_CHECK_SEED, task.config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
     draw = random.Random(settings.seed)
     sampled = 0.0

@@ -105,7 +105,8 @@ def _prepare(
     demo: Demo, seed: int, output: Path, progress: Progress, bar: TaskID
 ) -> dict[str, Any]:
     """Model, problem files, and the greedy accuracy before training."""
-    from verl_covgrpo.demo import data, model
+    from verl_covgrpo import data
+    from verl_covgrpo.demo import model
 
     def say(done: int, of: int, note: str) -> None:
         progress.update(
@@ -115,15 +116,18 @@ def _prepare(
     progress.update(bar, description="warm start", note="the model is made once, then cached")
     folder = model.prepare(demo.name, output / "cache", say)
     files = output / "data"
-    validation = data.problems(demo.task, demo.validation_prompts, VALIDATION_SEED)
-    train = data.problems(demo.task, TRAIN_PROMPTS, TRAIN_SEED + seed)
+    task = demo.task
+    validation = data.problems(task.name, demo.validation_prompts, VALIDATION_SEED, task.config)
+    train = data.problems(task.name, TRAIN_PROMPTS, TRAIN_SEED + seed, task.config)
     return {
         "model": folder,
         "train": data.write_parquet(
-            train, demo.task, "train", files / f"{demo.name}-train-seed{seed}.parquet"
+            data.reasoning_rows(task.name, train, "train"),
+            files / f"{demo.name}-train-seed{seed}.parquet",
         ),
         "validation": data.write_parquet(
-            validation, demo.task, "validation", files / f"{demo.name}-validation.parquet"
+            data.reasoning_rows(task.name, validation, "validation"),
+            files / f"{demo.name}-validation.parquet",
         ),
         "entries": validation,
         "greedy": model.greedy_accuracy(folder, folder, demo, validation),
