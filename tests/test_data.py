@@ -208,3 +208,45 @@ def test_a_wrong_task_or_setting_is_refused(task: str, config: dict[str, Any], w
     pytest.importorskip("reasoning_gym")
     with pytest.raises(DataError, match=words):
         data.problems(task, 3, seed=0, config=config)
+
+
+# The command
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    from typer.testing import CliRunner
+
+    from verl_covgrpo.cli import app
+
+    done = CliRunner().invoke(app, ["data", *arguments], env={"COLUMNS": "200"})
+    return done.exit_code, done.output
+
+
+def test_the_command_writes_a_copy(copies: Path, tmp_path: Path) -> None:
+    status, text = command(
+        "gsm8k", "--source", str(copies / "gsm8k"), "--output", str(tmp_path / "out")
+    )
+    assert status == 0, text
+    assert "gsm8k train" in text and "100%" in text
+    assert f"       3  {tmp_path}/out/train.parquet" in text
+    assert len(read(tmp_path / "out" / "test.parquet")) == 1
+
+
+def test_the_command_writes_a_task(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    status, text = command(
+        "chain_sum",
+        *("--output", str(tmp_path), "--size", "7", "--test-size", "3", "--setting", "max_terms=2"),
+    )
+    assert status == 0, text
+    train, test = (read(tmp_path / f"{split}.parquet") for split in ("train", "test"))
+    assert (len(train), len(test)) == (7, 3)
+    prompts = [row["prompt"][0]["content"] for row in train]
+    assert not set(prompts) & {row["prompt"][0]["content"] for row in test}
+    assert all(text.count("+") + text.count("-") == 1 for text in prompts)
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
+    status, text = command("gsm9k", "--output", str(tmp_path))
+    assert status == 1
+    assert "did you mean 'gsm8k'" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -107,6 +108,35 @@ def test_the_policy_changed(finished: dict[str, Any], prepared: dict[str, Any]) 
     assert before.keys() == after.keys()
     moved = [float((before[name] - after[name].float()).abs().max()) for name in before]
     assert 0 < max(moved) < 0.1
+
+
+def test_its_checkpoint_can_be_evaluated(
+    finished: dict[str, Any], prepared: dict[str, Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "eval"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "verl_covgrpo", "eval"),
+            *(str(finished["run"].checkpoint), str(prepared["validation"])),
+            *("--samples", "4", "--k", "1", "--k", "4", "--limit", "16", "--output", str(out)),
+            *("--temperature", "1", "--max-tokens", "8", "--max-model-len", "256"),
+        ],
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    results = summary["results"]["reasoning_gym/basic_arithmetic"]
+    assert 0 <= results["pass@1"]["mean"] <= results["pass@4"]["mean"] <= 1
+    assert results["avg@4"]["mean"] == pytest.approx(results["pass@1"]["mean"])
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 16
+    assert all(len(sample["answers"]) == 4 for sample in samples)
+    assert len({answer for sample in samples for answer in sample["answers"]}) > 4
 
 
 def test_no_process_is_left_behind(finished: dict[str, Any]) -> None:

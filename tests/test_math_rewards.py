@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -165,3 +167,36 @@ def test_a_long_response_out_of_format_is_found_out_quickly() -> None:
 
 def test_the_judge_is_one_process_for_all() -> None:
     assert math._judge() is math._judge()
+
+
+def test_in_a_thread_of_a_ray_worker() -> None:
+    """As verl's reward workers call it."""
+    ray = pytest.importorskip("ray")
+    folder = tempfile.mkdtemp(prefix="cov-ray-")  # short: Ray's sockets go there
+    ray.init(
+        address="local",
+        num_cpus=1,
+        include_dashboard=False,
+        _temp_dir=folder,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+
+    @ray.remote
+    class Worker:
+        async def score(self, response: str, reference: str) -> float:
+            import asyncio
+
+            from verl_covgrpo.rewards.math import compute_score
+
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(None, compute_score, "math", response, reference)
+
+    try:
+        worker = Worker.remote()
+        cases = [*RIGHT[:6], *WRONG[:6]]
+        scores = ray.get([worker.score.remote(*case) for case in cases], timeout=120)
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+    assert scores == [1.0] * 6 + [0.0] * 6

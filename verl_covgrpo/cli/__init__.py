@@ -151,3 +151,70 @@ def _key_value(item: str) -> tuple[str, Any]:
     if not separator:
         raise typer.BadParameter(f"{item!r}: give KEY=VALUE")
     return key, yaml.safe_load(value)
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(help="A model's folder or hub name, or a verl checkpoint.")
+    ],
+    problems: Annotated[Path, typer.Argument(help="A parquet file in verl's schema.")],
+    samples: Annotated[int, typer.Option(min=1, help="Answers per prompt.")] = 8,
+    k: Annotated[
+        list[int] | None, typer.Option(help="pass@k; may be repeated.", show_default="1, samples")
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            help="math, accuracy_format or reasoning_gym.", show_default="by the data source"
+        ),
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.7,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 2048,
+    limit: Annotated[int | None, typer.Option(min=1, help="The first prompts alone.")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs of one replica.")] = 1,
+    max_model_len: Annotated[int | None, typer.Option(min=1)] = None,
+    output: Annotated[Path, typer.Option(help="The folder of samples and summary.")] = Path("eval"),
+) -> None:
+    """Sample answers through vLLM, score them as in training, report pass@k and avg@k."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from verl_covgrpo import evaluate as evaluation
+
+    console = Console()
+    engine: dict[str, Any] = {"tensor_parallel_size": tensor_parallel}
+    if max_model_len is not None:
+        engine["max_model_len"] = max_model_len
+    try:
+        with Progress(console=console) as progress:
+            bar = progress.add_task("scoring", total=None)
+            found = evaluation.evaluate(
+                model,
+                problems,
+                output,
+                n=samples,
+                ks=k or (1, samples),
+                reward=reward,
+                temperature=temperature,
+                top_p=top_p,
+                max_tokens=max_tokens,
+                limit=limit,
+                seed=seed,
+                progress=lambda done, of: progress.update(bar, completed=done, total=of),
+                **engine,
+            )
+    except evaluation.EvaluationError as error:
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    table = Table("", "", "mean", "95 % interval", title=model)
+    for source, results in found.items():
+        for name, value in results.items():
+            interval = f"{value.low:.3f} to {value.high:.3f}"
+            table.add_row(source, name, f"{value.mean:.3f}", interval)
+    console.print(table)
+    console.print(f"samples  {output / 'samples.jsonl'}", markup=False, soft_wrap=True)
