@@ -40,17 +40,14 @@ class Covariance:
 
 
 def covariance_of(
-    rollout: Rollout,
-    l: list[torch.Tensor],  # noqa: E741
-    A: torch.Tensor,
-    scopes: Scopes,
-) -> Covariance:
-    """Return the means of l and A and the std of c over each scope.
+    rollout: Rollout, A: torch.Tensor, scopes: Scopes
+) -> tuple[Covariance, list[torch.Tensor]]:
+    """Return the means of l and A and the std of c over each scope, and l in chunks.
 
-    l are the log-probs in chunks, A is (B, 1) or (B, T).
+    A is (B, 1) or (B, T).
     """
-    l_BT, tokens = rollout.require("old_log_probs"), rollout.tokens
-    l_rows = stats.row_moments(l_BT, tokens, l)
+    tokens = rollout.tokens
+    l, l_rows = stats.pack_with_moments(rollout.require("old_log_probs"), tokens)  # noqa: E741
     mean_l_S = scopes.mean(l_rows)
     if A.shape[1] == 1:
         A_B = A.squeeze(1).double()
@@ -63,14 +60,14 @@ def covariance_of(
         low_B = torch.where(has_tokens_B, A_B, torch.inf)
         high_B = torch.where(has_tokens_B, A_B, -torch.inf)
     else:
-        A_rows = stats.row_moments(A, tokens, tokens.pack(A))
+        _, A_rows = stats.pack_with_moments(A, tokens)
         mean_A_S = scopes.mean(A_rows)
         c_rows = product_moments(rollout, A, mean_l_S[scopes.index], mean_A_S[scopes.index])
         low_B, high_B = stats.row_extremes(A, tokens)
     constant_S = scopes.constant(low_B, high_B)
     s_S = torch.where(constant_S, 0.0, scopes.variance(c_rows).sqrt())
     inv_s_S = torch.where(s_S < STD_FLOOR, 0.0, 1 / s_S)
-    return Covariance(mean_l_S, mean_A_S, s_S, inv_s_S)
+    return Covariance(mean_l_S, mean_A_S, s_S, inv_s_S), l
 
 
 def product_moments(
@@ -92,9 +89,8 @@ def product_moments(
 def covariances(rollout: Rollout, A: torch.Tensor) -> list[torch.Tensor]:
     """Return c of every chunk over the whole batch, (r, w) float64; -inf where the mask is 0."""
     tokens = rollout.tokens
-    l = tokens.pack(rollout.require("old_log_probs"))  # noqa: E741
     batch = Scopes(torch.zeros_like(rollout.group_index), 1)
-    covariance = covariance_of(rollout, l, A, batch)
+    covariance, l = covariance_of(rollout, A, batch)  # noqa: E741
     a = A.double() - covariance.mean_A
     c = []
     for chunk, l_rw in zip(tokens.chunks, l, strict=True):

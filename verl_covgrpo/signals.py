@@ -21,18 +21,12 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_covgrpo import stats
+from verl_covgrpo import groups, stats
 from verl_covgrpo.rollout import Rollout
-from verl_covgrpo.stats import Scopes
 
 EPSILON = 1e-6
 ENTROPY_FLOOR = 1e-6
 SIGNAL_FLOOR = 1e-2
-
-
-def groups(rollout: Rollout) -> Scopes:
-    """Return the prompt groups as scopes."""
-    return Scopes(rollout.group_index, rollout.num_groups)
 
 
 def inverse_std(variance: torch.Tensor, floor: float) -> torch.Tensor:
@@ -47,9 +41,8 @@ def entropy_gate(rollout: Rollout, gamma: float) -> list[torch.Tensor]:
     A group whose entropy does not vary has W = 1/2.
     """
     tokens, H_BT = rollout.tokens, rollout.require("entropy")
-    scopes = groups(rollout)
-    W = tokens.pack(H_BT)
-    rows = stats.row_moments(H_BT, tokens, W)
+    scopes = groups.of(rollout)
+    W, rows = stats.pack_with_moments(H_BT, tokens)
     mean_B = scopes.mean(rows)[scopes.index]
     slope_B = (gamma * inverse_std(scopes.variance(rows), ENTROPY_FLOOR))[scopes.index]
     scratch = stats.Scratch(torch.float64, H_BT.device)
@@ -118,7 +111,7 @@ def standardise_(
         x: chunks, (r, w), 0 where the mask is 0.
         floor: the std below which z is 0.
     """
-    tokens, scopes = rollout.tokens, groups(rollout)
+    tokens, scopes = rollout.tokens, groups.of(rollout)
     device = tokens.mask.device
     count, first, second = torch.zeros(
         3, scopes.size, buckets.size, dtype=torch.float64, device=device

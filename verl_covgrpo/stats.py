@@ -10,7 +10,7 @@ Shape suffixes: B rows, T columns, r rows and w columns of a chunk, S scopes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -176,8 +176,13 @@ class Tokens:
             start = stop
         return chunks
 
-    def pack(self, x_BT: torch.Tensor) -> list[torch.Tensor]:
-        """Return a copy of every chunk, (r, w) float32, or float64 where `x_BT` is."""
+    def pack(
+        self, x_BT: torch.Tensor, look: Callable[[Chunk, torch.Tensor], None] = lambda *_: None
+    ) -> list[torch.Tensor]:
+        """Return a copy of every chunk, (r, w) float32, or float64 where `x_BT` is.
+
+        `look` is called with each chunk and its copy while that is in the processor's cache.
+        """
         dtype = torch.promote_types(x_BT.dtype, torch.float32)
         sizes = [len(chunk.rows) * chunk.width for chunk in self.chunks]
         memory = zeros((sum(sizes),), dtype, x_BT.device).split(sizes)
@@ -188,6 +193,7 @@ class Tokens:
                 torch.index_select(x_BT[:, : chunk.width], 0, chunk.rows, out=packed[-1])
             else:
                 packed[-1].copy_(chunk.take(x_BT))
+            look(chunk, packed[-1])
         return packed
 
     def weigh_(
@@ -266,6 +272,38 @@ def _check_zero_one(mask_rT: torch.Tensor, start: int) -> None:
         raise NotBoolean(mask_rT[row, column].item(), start + row, column)
 
 
+def mean_of(tokens: Tokens, x_BT: torch.Tensor) -> float:
+    """Return the mean of a (B, T) field over the valid tokens."""
+    parts = [chunk.mask_(chunk.take(x_BT), tokens.mask, 0.0) for chunk in tokens.chunks]
+    return add_up(parts) / int(tokens.count.sum())
+
+
+def weight_metrics(tokens: Tokens, w: torch.Tensor, A: torch.Tensor) -> dict[str, float]:
+    """Return mean and std of weights over the valid tokens, and the means by the sign of A.
+
+    w and A are (B, 1) or (B, T); where there is no token of a sign its mean is 1.
+    """
+    if w.shape[1] == A.shape[1] == 1:
+        count = tokens.count.double().unsqueeze(1)
+    else:
+        count = tokens.mask.double()
+        w = torch.where(tokens.mask, w.double(), 0.0)
+        A = torch.where(tokens.mask, A.double(), 0.0)
+
+    def mean(counts: torch.Tensor, default: float) -> float:
+        added = float(counts.sum())
+        return float((w.double() * counts).sum()) / added if added else default
+
+    whole = mean(count, 1.0)
+    variance = float(((w.double() - whole).square() * count).sum()) / float(count.sum())
+    return {
+        "weight": whole,
+        "weight_std": variance**0.5,
+        "positive_weight": mean(count * (A > 0), 1.0),
+        "negative_weight": mean(count * (A < 0), 1.0),
+    }
+
+
 @dataclass(frozen=True)
 class RowMoments:
     """Moments of each row over its valid tokens, all (B,) float64 and 0 for a row without any."""
@@ -304,21 +342,20 @@ class MomentsOfRows:
         return RowMoments(count_B, self.pivot + mean_B, m2_B.clamp(min=0))
 
 
-def row_moments(x_BT: torch.Tensor, tokens: Tokens, packed: list[torch.Tensor]) -> RowMoments:
-    """Return the moments of each row of a (B, T) field; where the mask is 0 it may hold anything.
-
-    `packed` is `tokens.pack(x_BT)`.
-    """
+def pack_with_moments(x_BT: torch.Tensor, tokens: Tokens) -> tuple[list[torch.Tensor], RowMoments]:
+    """Return `tokens.pack(x_BT)` and the moments of each row; x may be anything where masked."""
     pivot_B = tokens.at_first(x_BT)
     moments = MomentsOfRows(tokens, pivot_B)
     exact = torch.promote_types(x_BT.dtype, torch.float32)
     pivot_B1 = pivot_B.to(exact).unsqueeze(1)
     scratch, scratch64 = Scratch(exact, x_BT.device), Scratch(torch.float64, x_BT.device)
-    for chunk, x_rw in zip(tokens.chunks, packed, strict=True):
+
+    def look(chunk: Chunk, x_rw: torch.Tensor) -> None:
         deviation_rw = torch.sub(x_rw, pivot_B1[chunk.rows], out=scratch.like(x_rw))
         chunk.mask_(deviation_rw, tokens.mask, 0.0)
         moments.add(scratch64.copy(deviation_rw))
-    return moments.result()
+
+    return tokens.pack(x_BT, look), moments.result()
 
 
 def row_extremes(x_BT: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:

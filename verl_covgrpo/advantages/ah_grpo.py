@@ -83,7 +83,8 @@ class AHGRPO(Method):
             "weight": stats.add_up(w) / count,
             "negative_weight": mean_where_negative(rollout, A, w),
             "erased_share": erased(rollout, w) / count,
-            "normalized_entropy": mean_entropy(rollout) / log_vocabulary(rollout),
+            "normalized_entropy": stats.mean_of(tokens, rollout.require("entropy"))
+            / log_vocabulary(rollout),
             "tokens": float(count),
         }
         return Reweighted(advantages=tokens.weigh_(w, A), metrics=metrics)
@@ -206,10 +207,3 @@ def erased(rollout: Rollout, w: list[torch.Tensor]) -> int:
     count = stats.Counter(rollout.tokens.mask.device)
     masked = sum(w_rw.numel() for w_rw in w) - int(rollout.lengths.sum())
     return sum(count.below(w_rw, ERASED) for w_rw in w) - masked
-
-
-def mean_entropy(rollout: Rollout) -> float:
-    """Return the mean entropy of the valid tokens, in nats."""
-    tokens, H_BT = rollout.tokens, rollout.require("entropy")
-    H = (chunk.mask_(chunk.take(H_BT), tokens.mask, 0.0) for chunk in tokens.chunks)
-    return stats.add_up(list(H)) / int(tokens.count.sum())

@@ -178,15 +178,14 @@ def weigh(rollout: Rollout, A: torch.Tensor, scope: Scope) -> Weighting:
         scopes = Scopes(torch.zeros_like(rollout.group_index), 1)
     else:
         scopes = Scopes(rollout.group_index, rollout.num_groups)
-    l_BT = rollout.require("old_log_probs")
-    l = rollout.tokens.pack(l_BT)  # noqa: E741
-    covariance = covariance_of(rollout, l, A, scopes)
+    covariance, l = covariance_of(rollout, A, scopes)  # noqa: E741
     weighting = apply_kernel_(rollout, l, A, scopes, covariance)
     vanished_S = scopes.add(weighting.w) < KERNEL_FLOOR * scopes.add(rollout.lengths)
     if bool(vanished_S.any()):
         inv_s_S = torch.where(vanished_S, 0.0, covariance.inv_s)
         covariance = replace(covariance, inv_s=inv_s_S)
-        weighting = apply_kernel_(rollout, rollout.tokens.pack(l_BT), A, scopes, covariance)
+        l = rollout.tokens.pack(rollout.require("old_log_probs"))  # noqa: E741
+        weighting = apply_kernel_(rollout, l, A, scopes, covariance)
     return weighting
 
 

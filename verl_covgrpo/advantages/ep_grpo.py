@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_covgrpo import signals, stats
+from verl_covgrpo import groups, signals, stats
 from verl_covgrpo.registry import Method, parameter, register
 from verl_covgrpo.rollout import Reweighted, Rollout
 
@@ -62,8 +62,7 @@ class EPGRPO(Method):
         """Return A' = W A + eta z(d s)."""
         A, tokens = self.base_advantages(rollout), rollout.tokens
         differ_B = rewards_differ(rollout)
-        right_B = rollout.require("scores")[rollout.final_row] > self.success_threshold
-        outcome_B = torch.where(right_B, 1.0, -1.0)
+        outcome_B = torch.where(groups.right(rollout, self.success_threshold), 1.0, -1.0)
         W = signals.entropy_gate(rollout, self.gamma)
         ds = signals.log_ratios(rollout)
         for chunk, s_rw in zip(tokens.chunks, ds, strict=True):
@@ -89,5 +88,5 @@ def rewards_differ(rollout: Rollout) -> torch.Tensor:
     All its responses count, also one without a valid token, as in the base.
     """
     rewards_B = rollout.rewards[rollout.final_row].double()
-    constant_G = signals.groups(rollout).constant(rewards_B, rewards_B)
+    constant_G = groups.of(rollout).constant(rewards_B, rewards_B)
     return ~constant_G[rollout.group_index]

@@ -158,7 +158,7 @@ class Chosen:
     def of(cls, rollout: Rollout, c: list[torch.Tensor], keep: list[torch.Tensor]) -> Chosen:
         """Return the tokens of chunks where `keep` is true."""
         l_BT, tokens = rollout.require("old_log_probs"), rollout.tokens
-        mean_B = stats.row_moments(l_BT, tokens, tokens.pack(l_BT)).mean
+        mean_B = stats.pack_with_moments(l_BT, tokens)[1].mean
         rows, columns, values, ranks = [], [], [], []
         for chunk, c_rw, keep_rw in zip(tokens.chunks, c, keep, strict=True):
             row, column = keep_rw.nonzero(as_tuple=True)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_covgrpo import stats
+from verl_covgrpo import groups, stats
 from verl_covgrpo.errors import MethodError
 from verl_covgrpo.micro_batch import Loss, MicroBatch
 from verl_covgrpo.registry import Method, parameter, register
@@ -73,11 +73,12 @@ class ReCo(Method):
         counts_B = tokens.count > 0
         responses = int(counts_B.sum())
         mean = float(w_B[counts_B].mean())
+        by_sign = stats.weight_metrics(tokens, w_B.unsqueeze(1), A)
         metrics = {
             "weight_std": float((w_B[counts_B] - mean).square().mean().sqrt()),
             "capped_share": int((capped_B & counts_B).sum()) / responses,
-            "positive_weight": _mean_weight(rollout, A, w_B, 1.0),
-            "negative_weight": _mean_weight(rollout, A, w_B, -1.0),
+            "positive_weight": by_sign["positive_weight"],
+            "negative_weight": by_sign["negative_weight"],
             "tokens": float(tokens.count.sum()),
         }
         w_BT = torch.where(rollout.response_mask, (w_B.unsqueeze(1) * A).float(), 0.0)
@@ -103,9 +104,10 @@ def response_weights(rollout: Rollout) -> torch.Tensor:
     In log space, since a long mean of a small probability leaves float range.
     """
     l_BT, tokens = rollout.require("old_log_probs"), rollout.tokens
-    surprise_B = -stats.row_moments(l_BT, tokens, tokens.pack(l_BT)).mean
+    _, l_rows = stats.pack_with_moments(l_BT, tokens)
+    surprise_B = -l_rows.mean
     surprise_B = torch.where(tokens.count > 0, surprise_B, -torch.inf)
-    scopes = stats.Scopes(rollout.group_index, rollout.num_groups)
+    scopes = groups.of(rollout)
     largest_G = scopes.greatest(surprise_B)
     # A group without a token has no largest; its rows have no weight to speak of.
     largest_B = torch.where(largest_G.isfinite(), largest_G, 0.0)[scopes.index]
@@ -117,10 +119,3 @@ def response_weights(rollout: Rollout) -> torch.Tensor:
 def log_variance(log_probs: torch.Tensor) -> torch.Tensor:
     """Return log(p (1 - p)) of a log-prob, with 1 - p at least 1e-6."""
     return log_probs + (-torch.expm1(log_probs)).clamp(min=FLOOR).log()
-
-
-def _mean_weight(rollout: Rollout, A: torch.Tensor, w_B: torch.Tensor, sign: float) -> float:
-    """Return the mean weight of the valid tokens whose A has this sign; 1 where there are none."""
-    counted_B = ((A * sign > 0) & rollout.response_mask).sum(dim=1)
-    count = int(counted_B.sum())
-    return float((w_B * counted_B).sum()) / count if count else 1.0
