@@ -251,3 +251,85 @@ def covariances(l: Rows, A: Rows) -> list[list[float]]:  # noqa: E741
         [(x - mean_l) * (a - mean_A) for x, a in zip(ls, As, strict=True)]
         for ls, As in zip(l, A, strict=True)
     ]
+
+
+def confidence(l: Sequence[float], share: float) -> float:  # noqa: E741
+    """Return exp of the mean of the lowest ceil(share n) log-probs."""
+    lowest = sorted(l)[: max(1, math.ceil(share * len(l) - 1e-9))]
+    return math.exp(math.fsum(lowest) / len(lowest))
+
+
+def arm_shifts(
+    l: Rows,  # noqa: E741
+    scores: Sequence[float],
+    group: Sequence[Hashable],
+    alpha: float,
+    share: float,
+    threshold: float,
+) -> list[float]:
+    """Return what each response's advantage is shifted by."""
+    c = [confidence(row, share) if row else None for row in l]
+    shifts = []
+    for own, mine in zip(group, c, strict=True):
+        others = [x for x, g in zip(c, group, strict=True) if g == own and x is not None]
+        solved = any(s > threshold for s, g in zip(scores, group, strict=True) if g == own)
+        if mine is None or not solved:
+            shifts.append(0.0)
+        else:
+            shifts.append(alpha * (math.fsum(others) / len(others) - mine))
+    return shifts
+
+
+def ha_dw_weight(a: float, p: float, C: float, scale: float) -> float:
+    """Return Phi of one advantage."""
+    return scale * math.exp(-sign(a) * sign(p - C) * abs(p - C))
+
+
+def dagrpo_kept(
+    A: Sequence[float],
+    J: Sequence[float],
+    group: Sequence[Hashable],
+    empty: Sequence[bool],
+    delta: float,
+) -> list[bool]:
+    """Return which responses keep their advantage."""
+    kept = []
+    for i, own in enumerate(group):
+        peers = [k for k, g in enumerate(group) if g == own and not empty[k]]
+        negatives = [J[k] for k in peers if A[k] < 0]
+        positives = [J[k] for k in peers if A[k] > 0]
+        if A[i] > 0 and negatives:
+            kept.append(J[i] - max(negatives) >= delta)
+        elif A[i] < 0 and positives:
+            kept.append(min(positives) - J[i] >= delta)
+        else:
+            kept.append(True)
+    return kept
+
+
+def linear_quantile(values: Sequence[float], q: float) -> float:
+    ordered = sorted(values)
+    place = q * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def sent_betas(
+    H: Rows,
+    c: Rows,
+    q_entropy: float,
+    q_covariance: float,
+    high: float,
+    low: float,
+) -> list[list[float]]:
+    """Return the KL coefficient of every token."""
+    below = linear_quantile([x for row in H for x in row], q_entropy)
+    among = [
+        x for hs, cs in zip(H, c, strict=True) for h, x in zip(hs, cs, strict=True) if h < below
+    ]
+    above = linear_quantile(among, q_covariance) if among else 0.0
+    return [
+        [0.0 if h >= below else high if x > above else low for h, x in zip(hs, cs, strict=True)]
+        for hs, cs in zip(H, c, strict=True)
+    ]

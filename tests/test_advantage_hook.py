@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from verl_fixtures import compose
 
 from verl_covgrpo import MethodError, Reweighted, Rollout, build, methods, registry
+from verl_covgrpo.verl_hooks import memory
 
 ray = pytest.importorskip("ray")
 tq = pytest.importorskip("transfer_queue")
@@ -78,6 +80,7 @@ def rows(outputs: int = 1, seed: int = 0) -> list[Row]:
             "old_log_probs": -torch.rand(length, generator=generator) * 2,
             "ref_log_prob": -torch.rand(length, generator=generator) * 2,
             "entropy": torch.rand(length, generator=generator),
+            "extra_fields": {"reward_extra_info": {"judge": float(length)}},
         }
 
     made = []
@@ -194,11 +197,15 @@ def test_every_method_gets_what_it_needs(
     batch, metrics = put(batch_rows), {}
     path = f"actor_rollout_ref.model.path={model_folder}"
     own = [GRPO] if registry.get(name).adv_estimator is None else []
-    hooked = trainer(f"+method={name}", path, *own, mode=mode)
+    parameters = {"score_key": "judge"} if name == "dagrpo" else {}
+    set_too = [f"algorithm.{name}.{key}={value}" for key, value in parameters.items()]
+    hooked = trainer(f"+method={name}", path, *own, *set_too, mode=mode)
     hooked._compute_advantage(batch, metrics)
-    result = build(name)(
+    norm_by_std = hooked.config.algorithm.norm_adv_by_std_in_grpo
+    result = build(name, norm_adv_by_std_in_grpo=norm_by_std, **parameters)(
         rollout(
             batch_rows,
+            extras={"judge": torch.tensor([len(row["rm_scores"]) for row in batch_rows]).float()},
             ref_log_probs=pad(batch_rows, "ref_log_prob"),
             entropy=pad(batch_rows, "entropy"),
             vocab_size=VOCABULARY,
@@ -405,6 +412,14 @@ def test_a_missing_field_is_named_with_its_setting(queue: None) -> None:
         trainer("+method=covgrpo")._compute_advantage(put(batch_rows), {})
 
 
+def test_a_missing_judge_score_lists_the_keys_found(queue: None) -> None:
+    batch_rows = rows()
+    batch_rows[2]["extra_fields"] = {"reward_extra_info": {"acc": 1.0, "format": 0.0}}
+    hooked = trainer("+method=dagrpo", "algorithm.dagrpo.score_key=judge")
+    with pytest.raises(MethodError, match=r"no 'judge' for row 2 .* it gave acc, format"):
+        hooked._compute_advantage(put(batch_rows), {})
+
+
 def test_outside_the_hook_the_estimator_names_the_entry_points(queue: None) -> None:
     from verl.trainer.ppo import core_algos
 
@@ -414,3 +429,92 @@ def test_outside_the_hook_the_estimator_names_the_entry_points(queue: None) -> N
         core_algos.get_adv_estimator_fn("covgrpo")(
             token_level_rewards=ones, response_mask=ones, index=["a", "a"], config=None
         )
+
+
+# Memory
+
+
+class Saved:
+    """What verl's own checkpoint code needs of a trainer, and the order of what it did."""
+
+    def __init__(self, hooked: Any) -> None:
+        self.order: list[str] = []
+        hooked.trainer_mode = "sync"
+        hooked.use_critic = False
+        hooked.actor_rollout_wg = SimpleNamespace(
+            save_checkpoint=self.saw, load_checkpoint=lambda **_: self.order.append("loaded")
+        )
+        hooked.train_dataloader = SimpleNamespace(
+            state_dict=dict, load_state_dict=lambda _: self.order.append("data")
+        )
+        hooked.checkpoint_callback = SimpleNamespace(on_save=lambda **_: None)
+        self.root = Path(hooked.config.trainer.default_local_dir)
+
+    def saw(self, path: str, *_: Any, **__: Any) -> None:
+        ours = Path(path).parent / memory.FILE
+        assert ours.is_file(), "verl saves its parts when ours is there"
+        assert not (self.root / "latest_checkpointed_iteration.txt").exists()
+        self.order.append("saved")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["ha_dw", "pos_adv"])
+def test_memory_is_saved_first_and_restored_last(
+    name: str, mode: str, queue: None, tmp_path: Path
+) -> None:
+    where = f"trainer.default_local_dir={tmp_path}"
+    hooked = trainer(f"+method={name}", where, mode=mode)
+    seen = Saved(hooked)
+    hooked._compute_advantage(put(rows()), {})
+    hooked._save_checkpoint()
+    assert seen.order == ["saved"]
+    (held,) = hooked._verl_covgrpo_methods.values()
+    assert held.state_dict() != build(name).state_dict()
+
+    resumed = trainer(f"+method={name}", where, mode=mode)
+    seen = Saved(resumed)
+    resumed._load_checkpoint()
+    assert resumed.global_steps == 3
+    assert seen.order == ["loaded", "data"]
+    (restored,) = resumed._verl_covgrpo_methods.values()
+    assert restored.state_dict() == held.state_dict()
+
+    path = f"trainer.resume_from_path={tmp_path}/global_step_3"
+    elsewhere = f"trainer.default_local_dir={tmp_path}/other"
+    by_path = trainer(f"+method={name}", elsewhere, "trainer.resume_mode=resume_path", path)
+    Saved(by_path)
+    by_path._load_checkpoint()
+    (restored,) = by_path._verl_covgrpo_methods.values()
+    assert restored.state_dict() == held.state_dict()
+
+
+def test_a_checkpoint_of_another_method_is_refused(queue: None, tmp_path: Path) -> None:
+    where = f"trainer.default_local_dir={tmp_path}"
+    for method in ("covgrpo", "pos_adv"):
+        hooked = trainer(f"+method={method}", where)
+        (tmp_path / "global_step_3").mkdir(exist_ok=True)
+        (tmp_path / "latest_checkpointed_iteration.txt").unlink(missing_ok=True)
+        if method == "pos_adv":
+            memory.save(tmp_path / "global_step_3", [build("pos_adv")])
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+        other = trainer("+method=ha_dw", where)
+        Saved(other)
+        words = "holds the memory of pos_adv" if method == "pos_adv" else "holds no memory of ha_dw"
+        with pytest.raises(MethodError, match=words):
+            other._load_checkpoint()
+        del hooked
+
+
+def test_a_run_from_scratch_looks_for_no_memory(queue: None, tmp_path: Path) -> None:
+    hooked = trainer("+method=ha_dw", f"trainer.default_local_dir={tmp_path}")
+    Saved(hooked)
+    hooked._load_checkpoint()
+    assert hooked.global_steps == 0
+
+
+def test_methods_without_memory_write_nothing(queue: None, tmp_path: Path) -> None:
+    hooked = trainer("+method=covgrpo", f"trainer.default_local_dir={tmp_path}")
+    Saved(hooked).saw = lambda *_, **__: None  # type: ignore[method-assign]
+    hooked.actor_rollout_wg.save_checkpoint = lambda *_, **__: None
+    hooked._save_checkpoint()
+    assert not (tmp_path / "global_step_3" / memory.FILE).exists()

@@ -162,6 +162,14 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
         ["+method=clip_cov_exact", "algorithm.clip_cov_exact.low=6.0"],
         ["clip_cov_exact.low is 6.0, above high, 5.0"],
     ),
+    "no judge score": (
+        ["+method=dagrpo"],
+        ["algorithm.dagrpo.score_key is not set", "algorithm.dagrpo.score_key=KEY"],
+    ),
+    "a second KL term": (
+        ["+method=sent", "actor_rollout_ref.actor.kl_loss_coef=0.01"],
+        ["sent has a KL term of its own", "kl_loss_coef=0"],
+    ),
     "base is ours": (
         ["+method=covgrpo", "algorithm.covgrpo.base=covgrpo"],
         ["algorithm.covgrpo.base=covgrpo", "one of verl's own", "grpo or rloo"],

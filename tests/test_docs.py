@@ -105,7 +105,10 @@ def test_a_page_explains_every_metric(name: str) -> None:
 
     method = registry.get(name)
     prefix = method.adv_estimator or method.loss_mode
-    result = build(name)(Rollout(**with_policy_fields(ragged(0))))
+    batch = with_policy_fields(ragged(0))
+    extras = {"judge": batch["rewards"]}
+    parameters = {"score_key": "judge"} if name == "dagrpo" else {}
+    result = build(name, **parameters)(Rollout(**batch, extras=extras))
     pages = [ROOT / "docs" / "methods" / f"{prefix}.md", ROOT / "docs" / "metrics.md"]
     if name == "sa_ah_grpo":
         pages.append(ROOT / "docs" / "methods" / "ah_grpo.md")

@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[1]
 YAMLS = ROOT / "verl_covgrpo" / "conf" / "method"
 RECIPE = ROOT / "recipes" / "cpu_demo"
 
+SETTINGS = {"dagrpo": ["algorithm.dagrpo.score_key=judge"]}
+"""What a method needs besides its key."""
 BASELINES = ("grpo", "dr_grpo", "dapo_clip_higher", "clip_cov", "kl_cov")
 
 pytestmark = pytest.mark.verl
@@ -25,7 +27,9 @@ pytestmark = pytest.mark.verl
 def test_a_method_yaml_sets_what_it_says_and_nothing_else(method: str) -> None:
     plain, chosen = flat(compose()), flat(compose(f"+method={method}"))
     changed = {key: chosen[key] for key in chosen if plain.get(key, "absent") != chosen[key]}
-    assert changed == flat(OmegaConf.load(YAMLS / f"{method}.yaml"))
+    yaml = flat(OmegaConf.load(YAMLS / f"{method}.yaml"))
+    assert changed == {k: v for k, v in yaml.items() if plain.get(k, "absent") != v}
+    assert all(chosen[key] == value for key, value in yaml.items())
     assert plain.keys() <= chosen.keys()
 
 
@@ -80,7 +84,8 @@ def test_the_recipe_passes_verls_own_validation(
     method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with hydra.initialize_config_dir(str(RECIPE), version_base=None):
-        config = hydra.compose("cpu_demo", overrides=[f"+method={method}"] if method else [])
+        chosen = [f"+method={method}", *SETTINGS.get(method, ())] if method else []
+        config = hydra.compose("cpu_demo", overrides=chosen)
     validate(config)
     assert "All configuration checks passed" in capsys.readouterr().out
     assert config.algorithm.get("method", "") == method
@@ -117,7 +122,7 @@ def test_a_method_yaml_shows_the_defaults_of_the_method(name: str) -> None:
 
 @pytest.mark.parametrize("name", methods())
 def test_a_method_yaml_provides_what_the_method_needs(name: str) -> None:
-    config = compose(f"+method={name}")
+    config = compose(f"+method={name}", *SETTINGS.get(name, ()))
     validate(config)
     if "ref_log_probs" in registry.get(name).needs:
         assert config.actor_rollout_ref.actor.use_kl_loss

@@ -49,6 +49,8 @@ class Batch:
 
         self.old = [-2 * row for row in rows()]
         self.new = [old + drift * (row - 0.5) for old, row in zip(self.old, rows(), strict=True)]
+        self.ref = [old + 0.4 * (row - 0.5) for old, row in zip(self.old, rows(), strict=True)]
+        self.entropy = rows()
         self.mask = [torch.ones(n, dtype=torch.int64) for n in responses]
         self.mask[2][3] = 0
         self.group = [row // 2 for row in range(len(responses))]
@@ -56,12 +58,16 @@ class Batch:
 
     def rollout(self, **fields: Any) -> Rollout:
         pad = torch.nn.utils.rnn.pad_sequence
+        given = {
+            "old_log_probs": pad(self.old, batch_first=True),
+            "ref_log_probs": pad(self.ref, batch_first=True),
+            "entropy": pad(self.entropy, batch_first=True),
+        }
         return Rollout(
             rewards=self.rewards,
             response_mask=pad(self.mask, batch_first=True),
             group=self.group,
-            old_log_probs=pad(self.old, batch_first=True),
-            **fields,
+            **given | fields,
         )
 
     def gradient(
@@ -96,6 +102,7 @@ class Batch:
                         "response_mask": nested([self.mask[i] for i in rows]),
                         "old_log_probs": nested([self.old[i] for i in rows]),
                         "advantages": nested([advantages[i, : self.responses[i]] for i in rows]),
+                        "ref_log_prob": nested([self.ref[i] for i in rows]),
                         **travelled,
                     },
                     batch_size=len(rows),
@@ -369,6 +376,26 @@ def test_kl_cov_penalises_the_selected_tokens() -> None:
     assert_same(found, gradient_by_hand(batch, result.advantages, rule))
 
 
+def test_sent_adds_its_kl_to_verls_clipped_loss() -> None:
+    batch = Batch()
+    settings: dict[str, Any] = {"beta_high": 0.7, "beta_low": 0.3}
+    result = build("sent", **settings)(batch.rollout())
+    (beta,) = result.loss_fields.values()
+    assert {round(float(x), 6) for x in beta.flatten()} == {0.0, 0.3, 0.7}
+
+    def rule(i: int, t: int, new: float, old: float, advantage: float) -> float:
+        return float(beta[i, t]) * (1 - math.exp(float(batch.ref[i][t]) - new))
+
+    config = actor_config(
+        "+method=sent",
+        *(f"actor_rollout_ref.actor.policy_loss.{key}={settings[key]}" for key in settings),
+    )
+    found = batch.gradient(config, SPLITS["uneven, mixed"], result.advantages, result.loss_fields)
+    clipped = batch.gradient(vanilla(), SPLITS["one"], result.advantages)
+    kl = gradient_by_hand(batch, result.advantages, rule)
+    assert_same(found, [a + b for a, b in zip(clipped, kl, strict=True)])
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_rollout_weights_reach_every_loss(name: str) -> None:
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
@@ -381,7 +408,8 @@ def test_rollout_weights_reach_every_loss(name: str) -> None:
     config = actor_config(f"+method={name}")
     values = []
     for weights in (None, torch.full_like(result.advantages, 2.0)):
-        token = loss._DATA.set(result.loss_fields)
+        ref = torch.nn.utils.rnn.pad_sequence(batch.ref, batch_first=True)
+        token = loss._DATA.set({**result.loss_fields, "ref_log_prob": ref})
         try:
             value, _ = get_policy_loss_fn(LOSSES[name].loss_mode)(
                 old_log_prob=rollout.old_log_probs,
@@ -394,8 +422,9 @@ def test_rollout_weights_reach_every_loss(name: str) -> None:
         finally:
             loss._DATA.reset(token)
         values.append(float(value))
-    assert values[1] == pytest.approx(2 * values[0])
-    assert values[0] != 0
+    if not LOSSES[name].own_kl:  # a KL term is not corrected
+        assert values[1] == pytest.approx(2 * values[0])
+    assert values[0] != 0 and values[1] != values[0]
 
 
 # Where verl's own selection moves with the split

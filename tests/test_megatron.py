@@ -90,6 +90,7 @@ class Schedule:
                 "response_mask": nested([batch.mask[i] for i in rows]),
                 "old_log_probs": nested([batch.old[i] for i in rows]),
                 "advantages": nested([advantages[i, : lengths[i]] for i in rows]),
+                "ref_log_prob": nested([batch.ref[i] for i in rows]),
                 **travelled,
             },
             batch_size=len(rows),
@@ -157,10 +158,12 @@ def test_the_engine_gives_the_gradient_of_the_loss(
     config = actor_config("model_engine=megatron", *overrides)
     assert type(config).__name__ == "McoreActorConfig"
     batch = Batch()
-    result = build(name)(
+    parameters = {"score_key": "judge", "delta": 0.0} if name == "dagrpo" else {}
+    result = build(name, **parameters)(
         batch.rollout(
-            ref_log_probs=torch.nn.utils.rnn.pad_sequence(batch.new, batch_first=True),
-            entropy=torch.nn.utils.rnn.pad_sequence(batch.mask, batch_first=True) * 0.5,
+            extras={"judge": batch.rewards},
+            ref_log_probs=torch.nn.utils.rnn.pad_sequence(batch.ref, batch_first=True),
+            entropy=torch.nn.utils.rnn.pad_sequence(batch.entropy, batch_first=True),
             vocab_size=300,
         )
     )

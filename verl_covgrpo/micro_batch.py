@@ -31,8 +31,12 @@ class MicroBatch:
     """What `Reweighted.loss_fields` held, these rows of it."""
     clipped_loss: Callable[[torch.Tensor], Loss]
     """verl's own clipped loss (dual clip included) of advantages, (B, T)."""
-    aggregate: Callable[[torch.Tensor], torch.Tensor]
-    """Turns token losses, (B, T), into the scalar that `loss_agg_mode` asks for."""
+    aggregate: Callable[..., torch.Tensor]
+    """Turns token losses, (B, T), into the scalar that `loss_agg_mode` asks for.
+
+    They are multiplied by rollout correction's weights where there are any, but for
+    `corrected=False`.
+    """
 
     def mean(self, x_BT: torch.Tensor) -> float:
         """Return the mean over the valid tokens, for a metric; 0 where there are none."""

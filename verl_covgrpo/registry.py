@@ -65,6 +65,8 @@ class Method:
     """The value of `policy_loss.loss_mode` that selects the method; None where it has none."""
     memory: ClassVar[bool] = False
     """Whether `state_dict` has to be saved with a checkpoint."""
+    own_kl: ClassVar[bool] = False
+    """Whether the loss has a KL term of its own, beside which verl's is refused."""
 
     base: str = "grpo"
     """The advantage estimator under the weighting."""

@@ -218,3 +218,62 @@ def evaluate(
             table.add_row(source, name, f"{value.mean:.3f}", interval)
     console.print(table)
     console.print(f"samples  {output / 'samples.jsonl'}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def curriculum(
+    problems: Annotated[Path, typer.Argument(help="A parquet file in verl's schema.")],
+    rollouts: Annotated[
+        Path | None,
+        typer.Option(help="samples.jsonl of eval, or verl's rollout dump (file or folder)."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Sample through vLLM from this model instead.")
+    ] = None,
+    stages: Annotated[int, typer.Option(min=1, help="Stages, trained in turn.")] = 2,
+    samples: Annotated[int, typer.Option(min=1, help="Responses per problem, with --model.")] = 8,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 2048,
+    max_model_len: Annotated[int | None, typer.Option(min=1)] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    output: Annotated[Path, typer.Option(help="The folder of stages and report.")] = Path(
+        "curriculum"
+    ),
+) -> None:
+    """Order problems by the semantic entropy of sampled answers, in stages (SENT)."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from verl_covgrpo import curriculum as ordering
+    from verl_covgrpo import evaluate as evaluation
+    from verl_covgrpo.errors import MethodError
+
+    console = Console()
+    try:
+        if (rollouts is None) == (model is None):
+            raise MethodError("give either --rollouts or --model")
+        rows = evaluation.read_problems(problems)
+        if rollouts is not None:
+            answers = ordering.read_responses(rollouts, rows)
+        else:
+            engine = {} if max_model_len is None else {"max_model_len": max_model_len}
+            folder = evaluation.model_folder(str(model))
+            answers = evaluation.sample(
+                folder, rows, samples, temperature, 1.0, max_tokens, seed, **engine
+            )
+        with Progress(console=console) as progress:
+            bar = progress.add_task("clustering", total=len(rows))
+            found = ordering.arrange(
+                rows, answers, stages, lambda done, of: progress.update(bar, completed=done)
+            )
+        paths = ordering.write(found, rows, output, sum(map(len, answers)))
+    except MethodError as error:
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    table = Table("stage", "problems", "semantic entropy", title=str(problems))
+    for path, stage in zip(paths, found.stages, strict=True):
+        span = [found.entropies[i] for i in stage]
+        table.add_row(path.name, str(len(stage)), f"{min(span):.3f} to {max(span):.3f}")
+    console.print(table)
+    console.print(f"report  {output / 'report.png'}", markup=False, soft_wrap=True)

@@ -5,6 +5,7 @@
 - `checks`: refuses an impossible selection in the driver, before Ray starts
 - `advantage`: hands the whole batch to a method inside verl's V1 trainer
 - `loss`: makes what a method froze available to the loss in the workers
+- `memory`: saves and restores what a method remembers, with verl's checkpoint
 - `hydra_path`: makes +method=NAME work on the stock command
 """
 

@@ -118,7 +118,7 @@ def last_output_rows(keys: Sequence[str]) -> torch.Tensor | None:
     return torch.tensor([last[session][1] for session in sessions])
 
 
-def _methods_of(trainer: Any, selected: selection.Selection) -> dict[type[Method], Method]:
+def methods_of(trainer: Any, selected: selection.Selection) -> dict[type[Method], Method]:
     """The trainer's own instances: built once, so that a method with memory keeps it."""
     held = trainer.__dict__.setdefault("_verl_covgrpo_methods", {})
     for method in selected.methods:
@@ -151,14 +151,46 @@ def _rollout_fields(trainer: Any, batch: Any, method: Method) -> dict[str, Any]:
     if "scores" in fields:
         fields["scores"] = fields["scores"].sum(dim=-1)
     total_steps = getattr(trainer, "total_training_steps", None) or 0
+    steps_done = max(0, trainer.global_steps - 1)
+    steps_per_epoch = max(1, getattr(trainer, "steps_per_epoch", None) or 1)
+    epochs = max(1, -(-total_steps // steps_per_epoch))
     fields.update(
         step=trainer.global_steps,
-        progress=min(1.0, max(0, trainer.global_steps - 1) / total_steps) if total_steps else 0.0,
+        progress=min(1.0, steps_done / total_steps) if total_steps else 0.0,
+        epoch=min(steps_done // steps_per_epoch, epochs - 1),
+        epochs=epochs,
         final_output=last_output_rows(batch.keys),
     )
+    if key := getattr(method, "score_key", None):
+        fields["extras"] = {key: _reward_extra(batch, key)}
     if "vocab_size" in method.needs:
         fields["vocab_size"] = _vocab_size(trainer)
     return fields
+
+
+def _reward_extra(batch: Any, key: str) -> torch.Tensor:
+    """What the reward function returned under a key, (B,).
+
+    Raises:
+        MethodError: a row lacks it; lists the keys found.
+    """
+    import transfer_queue as tq
+
+    data = tq.kv_batch_get(
+        keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"]
+    )
+    values = []
+    for row, held in enumerate(data["extra_fields"]):
+        extra_fields = getattr(held, "data", held)
+        info = (extra_fields or {}).get("reward_extra_info") or {}
+        if info.get(key) is None:
+            raise MethodError(
+                f"the reward function gave no {key!r} for row {row} of the batch; it gave "
+                f"{', '.join(sorted(info)) or 'a number alone'}: let it return a dict with "
+                f"'score' and {key!r}"
+            )
+        values.append(float(info[key]))
+    return torch.tensor(values)
 
 
 def _vocab_size(trainer: Any) -> int:
@@ -212,7 +244,7 @@ def _wrap_compute_advantage(original: Callable[..., Any]) -> Callable[..., Any]:
         selected = selection.selection(self.config)
         if not selected:
             return original(self, batch, metrics)
-        methods = _methods_of(self, selected)
+        methods = methods_of(self, selected)
         results: dict[str, Reweighted] = {}
         if selected.estimator is None:
             batch = original(self, batch, metrics)

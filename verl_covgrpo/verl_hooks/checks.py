@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_covgrpo import registry
+from verl_covgrpo.advantages.dagrpo import UNSET
 from verl_covgrpo.errors import MethodError, did_you_mean
 from verl_covgrpo.registry import Method
 from verl_covgrpo.seams import replace_function, require_all
@@ -43,6 +44,8 @@ def check(config: DictConfig, use_reference_policy: bool) -> None:
         _check_registered(method)
         _check_trainer(config, method, use_reference_policy)
         instance = selection.build(method, config)
+        if getattr(instance, "score_key", "set") is None:
+            raise MethodError(f"{selection.section(method)}.score_key is not set: {UNSET}")
         if not selection.loss_only(method):
             base.check(instance.base, f"{selection.section(method)}.base")
     require_all()
@@ -186,6 +189,10 @@ def _check_trainer(config: DictConfig, method: type[Method], use_reference_polic
         raise MethodError(
             f"{method.name} needs the trainer's own log-probs, which bypass mode replaces by the "
             "rollout's: set algorithm.rollout_correction.bypass_mode=False"
+        )
+    if method.own_kl and config.actor_rollout_ref.actor.kl_loss_coef > 0:
+        raise MethodError(
+            f"{method.name} has a KL term of its own: set actor_rollout_ref.actor.kl_loss_coef=0"
         )
     if "ref_log_probs" in method.needs and not use_reference_policy:
         raise MethodError(

@@ -72,8 +72,8 @@ def policy_loss(method: type[Method]) -> Callable[..., tuple[torch.Tensor, dict[
                 rollout_is_weights=rollout_is_weights,
             )
 
-        def aggregate(losses_BT: torch.Tensor) -> torch.Tensor:
-            if rollout_is_weights is not None:
+        def aggregate(losses_BT: torch.Tensor, corrected: bool = True) -> torch.Tensor:
+            if corrected and rollout_is_weights is not None:
                 losses_BT = losses_BT * rollout_is_weights
             return agg_loss(
                 loss_mat=torch.where(mask_BT, losses_BT, 0.0),
