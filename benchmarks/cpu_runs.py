@@ -32,6 +32,19 @@ SHOWN = {
 }
 
 
+SETTINGS = {
+    "dagrpo": (
+        "algorithm.dagrpo.score_key=judge",
+        "algorithm.dagrpo.delta=1.0",
+        "reward.custom_reward_function.path=pkg://verl_covgrpo.rewards.judge",
+        "reward.custom_reward_function.name=rule_score",
+    ),
+    # So that there is something to scale in the first steps.
+    "pos_adv": ("algorithm.pos_adv.step=0.5",),
+}
+"""What a method needs besides its key."""
+
+
 def prepare(demo: Any, seed: int, output: Path) -> dict[str, Any]:
     """Return the arguments of a run that do not depend on the method."""
     task = demo.task
@@ -93,7 +106,13 @@ def main() -> int:
     table.add_column("run")
     failed = False
     for name in track(args.methods, description="training", console=console):
-        arguments = {"method": name, "steps": args.steps, "seed": args.seed, "ranks": args.ranks}
+        arguments = {
+            "method": name,
+            "steps": args.steps,
+            "seed": args.seed,
+            "ranks": args.ranks,
+            "overrides": SETTINGS.get(name, ()),
+        }
         rows: list[dict[str, Any]] = []
         try:
             with launch.Run(args.output / name, **prepared, **arguments) as run:

@@ -59,6 +59,7 @@ def batch(size: int, columns: int, group: int, seed: int) -> dict[str, Any]:
         "ref_log_probs": (log_probs_BT + 0.3 * noise_BT) * mask_BT,
         "entropy": torch.rand(size, columns, generator=generator) * 2 * mask_BT,
         "rewards": rewards_BT,
+        "judge": torch.randint(1, 11, (size,), generator=generator).float(),
         "uid": uid,
     }
 
@@ -96,8 +97,10 @@ def rollout(
 
 def stage(name: str, data: dict[str, Any]) -> Run:
     """Return the whole stage of a method with its defaults: checks, base, weights, metrics."""
-    method = build(name)
-    return lambda: method(rollout(data, method.needs))
+    judged = name == "dagrpo"
+    method = build(name, **{"score_key": "judge"} if judged else {})
+    extras = {"judge": data["judge"]} if judged else {}
+    return lambda: method(rollout(data, method.needs, extras=extras))
 
 
 def peak_fields(run: Run, result_bytes: int, field_bytes: int) -> float:

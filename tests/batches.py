@@ -64,14 +64,19 @@ VOCABULARY = 50
 
 
 def with_policy_fields(
-    batch: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32
+    batch: dict[str, Any], seed: int = 0, dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
-    """Return the batch with entropy, reference log-probs and the size of the vocabulary."""
+    """Return the batch with entropy, reference log-probs and the size of the vocabulary.
+
+    They have the dtype of the batch's log-probs where none is given.
+    """
+    dtype = dtype or batch["old_log_probs"].dtype
     generator = torch.Generator().manual_seed(seed + 1)
     mask = batch["response_mask"].bool()
     entropy = torch.rand(mask.shape, generator=generator).square() * math.log(VOCABULARY)
     noise = 0.3 * torch.randn(mask.shape, generator=generator)
-    garbage = torch.where(torch.rand(mask.shape, generator=generator) < 0.5, torch.nan, -torch.inf)
+    kinds = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    garbage = kinds[torch.randint(0, 3, mask.shape, generator=generator)]
     return {
         **batch,
         "entropy": torch.where(mask, entropy, garbage).to(dtype),

@@ -253,6 +253,67 @@ def covariances(l: Rows, A: Rows) -> list[list[float]]:  # noqa: E741
     ]
 
 
+def how_many(share: float, count: int) -> int:
+    return max(1, math.floor(share * count))
+
+
+def clip_cov_candidates(c: Rows, low: float, high: float) -> set[tuple[int, int]]:
+    """Return the tokens among which Clip-Cov draws."""
+    return {(i, t) for i, row in enumerate(c) for t, x in enumerate(row) if low <= x <= high}
+
+
+def kl_cov_selected(c: Rows, share: float) -> set[tuple[int, int]]:
+    """Return the tokens of the largest c; which of those with equal c is left open."""
+    flat = [(x, i, t) for i, row in enumerate(c) for t, x in enumerate(row)]
+    flat.sort(key=lambda token: -token[0])
+    return {(i, t) for _, i, t in flat[: how_many(share, len(flat))]}
+
+
+def kl_cov_losses(
+    l: Rows,  # noqa: E741
+    old: Rows,
+    A: Rows,
+    selected: set[tuple[int, int]],
+    coef: float,
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Return the loss of each token, and its derivative with respect to the log-prob."""
+    losses, slopes = [], []
+    for i, row in enumerate(l):
+        losses.append([0.0] * len(row))
+        slopes.append([0.0] * len(row))
+        for t, now in enumerate(row):
+            r = math.exp(now - old[i][t])
+            losses[i][t] = slopes[i][t] = -A[i][t] * r
+            if (i, t) in selected:
+                losses[i][t] += coef * abs(now - old[i][t])
+                slopes[i][t] += coef * sign(now - old[i][t])
+    return losses, slopes
+
+
+def reco_ratio(l: float, old: float) -> float:  # noqa: E741
+    """Return p (1 - p) / (p_old (1 - p_old)), each 1 - p at least 1e-6."""
+    p, p_old = math.exp(l), math.exp(old)
+    return p * max(1 - p, 1e-6) / (p_old * max(1 - p_old, 1e-6))
+
+
+def reco_losses(
+    l: Rows,  # noqa: E741
+    old: Rows,
+    A: Rows,
+    low: float,
+    high: float,
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Return the loss of each token, and its derivative with the ratio held fixed."""
+    losses, slopes = [], []
+    for ls, olds, advantages in zip(l, old, A, strict=True):
+        ratios = [
+            min(max(reco_ratio(x, y), low), high) for x, y in zip(ls, olds, strict=True)
+        ]
+        slopes.append([-r * a for r, a in zip(ratios, advantages, strict=True)])
+        losses.append([slope * x for slope, x in zip(slopes[-1], ls, strict=True)])
+    return losses, slopes
+
+
 def confidence(l: Sequence[float], share: float) -> float:  # noqa: E741
     """Return exp of the mean of the lowest ceil(share n) log-probs."""
     lowest = sorted(l)[: max(1, math.ceil(share * len(l) - 1e-9))]

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ pytest.importorskip("vllm")
 from verl_covgrpo import data
 from verl_covgrpo.demo import launch, model
 from verl_covgrpo.demo.settings import OUTPUT, TINY, WarmStart
+from verl_covgrpo.verl_hooks import memory
 
 pytestmark = pytest.mark.full_run
 
@@ -174,6 +176,41 @@ def test_entropy_reference_and_a_policy_loss(prepared: dict[str, Any], tmp_path:
     # Before the first update the policy is the reference.
     assert first["ep_grpo/process_share"] == 0.0
     assert second["ep_grpo/process_share"] > 0.0
+
+
+def test_a_killed_run_goes_on_with_its_memory(prepared: dict[str, Any], tmp_path: Path) -> None:
+    """Three steps, a hard kill in the fourth, and a second launch that resumes."""
+    kept = tmp_path / "checkpoints"
+    overrides = (
+        f"trainer.default_local_dir={kept}",
+        "trainer.save_freq=3",
+        "trainer.resume_mode=auto",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]",
+    )
+    arguments = {**prepared, "method": "ha_dw", "seed": 3, "ranks": 1, "overrides": overrides}
+    before = []
+    with launch.Run(tmp_path / "first", steps=9, **arguments) as run:
+        for row in run.rows():
+            if row is not None:
+                before.append(row)
+                if row["step"] == 3:
+                    break
+        time.sleep(1)
+        for process in launch.processes_with(launch.MARK, run._mark):
+            process.kill()
+    saved = json.loads((kept / "global_step_3" / memory.FILE).read_text())
+    history = saved["states"]["ha_dw"]["history"]
+    assert history == [row["data"]["ha_dw/right_share"] for row in before]
+    assert len(history) == 3
+
+    with launch.Run(tmp_path / "second", steps=5, **arguments) as run:
+        after = [row for row in run.rows() if row is not None]
+    assert [row["step"] for row in after] == [4, 5]
+    assert after[0]["data"]["ha_dw/anchor"] == statistics.fmean(history)
+    longer = [*history, after[0]["data"]["ha_dw/right_share"]]
+    assert after[1]["data"]["ha_dw/anchor"] == statistics.fmean(longer)
 
 
 def test_an_interrupted_run_ends_its_processes(prepared: dict[str, Any], tmp_path: Path) -> None:

@@ -19,19 +19,19 @@ from verl_covgrpo.micro_batch import MicroBatch
 
 METHODS = ("ah_grpo", "sa_ah_grpo", "erpo", "ep_grpo", "reco", "clip_cov_exact", "kl_cov_exact")
 CLOSE = {"rtol": 3e-5, "atol": 3e-6}
-RANDOM = {
-    "seed": st.integers(0, 10**6),
-    "groups": st.integers(0, 8),
-    "columns": st.integers(1, 30),
-    "rewards": st.sampled_from(REWARDS),
-    "per_token": st.booleans(),
-}
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+BASES = ("grpo", "per response", "per token")
 
 
 def batch_of(
-    seed: int, groups: int = 6, columns: int = 13, rewards: str = "binary", **changes: Any
+    seed: int,
+    groups: int = 6,
+    columns: int = 13,
+    rewards: str = "binary",
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
 ) -> dict[str, Any]:
-    return with_policy_fields(ragged(seed, groups, columns, rewards), seed) | changes
+    return with_policy_fields(ragged(seed, groups, columns, rewards, dtype), seed) | changes
 
 
 def run(name: str, batch: dict[str, Any], **parameters: Any) -> Reweighted:
@@ -40,18 +40,36 @@ def run(name: str, batch: dict[str, Any], **parameters: Any) -> Reweighted:
 
 def base_of(batch: dict[str, Any]) -> torch.Tensor:
     """Return the base as (B, T): what the rollout brings, or grpo."""
-    base = build("covgrpo").base_advantages(Rollout(**batch))
+    base = build("covgrpo").base_advantages(Rollout(**batch)).float()
     return base.expand(batch["response_mask"].shape)
 
 
-def with_base(batch: dict[str, Any], per_token: bool, seed: int) -> dict[str, Any]:
-    """Return the batch, its base varying by token where asked for, some of it exactly 0."""
-    if not per_token:
+def with_base(batch: dict[str, Any], kind: str, seed: int) -> dict[str, Any]:
+    """Return the batch with a base of its own, some of it exactly 0, or the batch as it is."""
+    if kind == "grpo":
         return batch
     generator = torch.Generator().manual_seed(seed)
-    base = torch.randn(batch["response_mask"].shape, generator=generator)
+    mask = batch["response_mask"] if kind == "per token" else batch["response_mask"].any(dim=1)
+    base = torch.randn(mask.shape, generator=generator)
     base[base.abs() < 0.2] = 0.0
-    return batch | {"base_advantages": base.masked_fill(~batch["response_mask"], torch.nan)}
+    base = base.masked_fill(~mask, torch.nan).to(batch["old_log_probs"].dtype)
+    return batch | {"base_advantages": base}
+
+
+@st.composite
+def random_batches(draw: st.DrawFn) -> dict[str, Any]:
+    """Any rewards, width, and base; scores that are not the rewards."""
+    seed = draw(st.integers(0, 10**6))
+    batch = batch_of(
+        seed,
+        draw(st.integers(0, 8)),
+        draw(st.integers(1, 30)),
+        draw(st.sampled_from(REWARDS)),
+        draw(st.sampled_from(DTYPES)),
+    )
+    generator = torch.Generator().manual_seed(seed + 2)
+    batch["scores"] = torch.randint(0, 5, batch["rewards"].shape, generator=generator) / 4
+    return with_base(batch, draw(st.sampled_from(BASES)), seed)
 
 
 def rows(batch: dict[str, Any], name: str) -> list[list[float]]:
@@ -85,7 +103,7 @@ def times(weights: Sequence[Sequence[float]], A: Sequence[Sequence[float]]) -> l
 
 @settings(max_examples=60, deadline=None)
 @given(
-    **RANDOM,
+    batch=random_batches(),
     name=st.sampled_from(["ah_grpo", "sa_ah_grpo"]),
     alpha=st.sampled_from([0.0, 0.5, 1.0]),
     inclusive=st.booleans(),
@@ -93,18 +111,13 @@ def times(weights: Sequence[Sequence[float]], A: Sequence[Sequence[float]]) -> l
     control=st.sampled_from(["none", "neg_scale", "position_decay"]),
 )
 def test_adaptive_horizon_equals_the_oracle(
-    seed: int,
-    groups: int,
-    columns: int,
-    rewards: str,
-    per_token: bool,
+    batch: dict[str, Any],
     name: str,
     alpha: float,
     inclusive: bool,
     normalize: bool,
     control: str,
 ) -> None:
-    batch = with_base(batch_of(seed, groups, columns, rewards), per_token, seed)
     chosen: dict[str, Any] = {"alpha": alpha, "inclusive": inclusive, "normalize": normalize}
     sign_aware = {"control": control} if name == "sa_ah_grpo" else {}
     A = valid(base_of(batch), batch["response_mask"])
@@ -124,7 +137,7 @@ def test_adaptive_horizon_equals_the_oracle(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    **RANDOM,
+    batch=random_batches(),
     gamma=st.sampled_from([0.0, 5.0]),
     buckets=st.sampled_from([1, 3, 10]),
     eta=st.sampled_from([0.2, 1.0]),
@@ -132,18 +145,13 @@ def test_adaptive_horizon_equals_the_oracle(
     floor=st.sampled_from([0.01, 0.2]),
 )
 def test_erpo_equals_the_oracle(
-    seed: int,
-    groups: int,
-    columns: int,
-    rewards: str,
-    per_token: bool,
+    batch: dict[str, Any],
     gamma: float,
     buckets: int,
     eta: float,
     gate_outcome: bool,
     floor: float,
 ) -> None:
-    batch = with_base(batch_of(seed, groups, columns, rewards), per_token, seed)
     result = run(
         "erpo",
         batch,
@@ -169,48 +177,54 @@ def test_erpo_equals_the_oracle(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    **RANDOM,
+    batch=random_batches(),
     gamma=st.sampled_from([0.0, 5.0]),
     buckets=st.sampled_from([1, 3, 10]),
+    eta=st.sampled_from([0.2, 1.0]),
     threshold=st.sampled_from([0.5, 0.15]),
+    floor=st.sampled_from([0.01, 0.2]),
 )
 def test_ep_grpo_equals_the_oracle(
-    seed: int,
-    groups: int,
-    columns: int,
-    rewards: str,
-    per_token: bool,
+    batch: dict[str, Any],
     gamma: float,
     buckets: int,
+    eta: float,
     threshold: float,
+    floor: float,
 ) -> None:
-    batch = with_base(batch_of(seed, groups, columns, rewards), per_token, seed)
     H = rows(batch, "entropy")
     places = [buckets * p for row in oracle.progress(H) for p in row[:-1]]
     assume(all(abs(place - round(place)) > 1e-9 for place in places))
-    result = run("ep_grpo", batch, gamma=gamma, buckets=buckets, success_threshold=threshold)
+    result = run(
+        "ep_grpo",
+        batch,
+        gamma=gamma,
+        buckets=buckets,
+        eta=eta,
+        success_threshold=threshold,
+        signal_floor=floor,
+    )
     expected = oracle.ep_grpo_advantages(
         H,
         log_ratios(batch),
         valid(base_of(batch), batch["response_mask"]),
         batch["rewards"].tolist(),
-        batch["rewards"].tolist(),
+        batch["scores"].tolist(),
         batch["group"],
         gamma,
         buckets,
-        0.2,
+        eta,
         threshold,
-        0.01,
+        floor,
     )
     assert_tokens(result.advantages, expected, batch["response_mask"])
 
 
 @settings(max_examples=40, deadline=None)
-@given(**RANDOM, cap=st.sampled_from([1.0, 1.3, 5.0]))
+@given(batch=random_batches(), cap=st.sampled_from([1.0, 1.3, 5.0]))
 def test_reco_equals_the_oracle(
-    seed: int, groups: int, columns: int, rewards: str, per_token: bool, cap: float
+    batch: dict[str, Any], cap: float
 ) -> None:
-    batch = with_base(batch_of(seed, groups, columns, rewards), per_token, seed)
     weights = oracle.reco_weights(rows(batch, "old_log_probs"), batch["group"], cap)
     A = valid(base_of(batch), batch["response_mask"])
     expected = [[w * a for a in row] for w, row in zip(weights, A, strict=True)]
@@ -218,54 +232,70 @@ def test_reco_equals_the_oracle(
     assert_tokens(result.advantages, expected, batch["response_mask"])
 
 
-@settings(max_examples=40, deadline=None)
-@given(**RANDOM, share=st.sampled_from([2e-4, 0.05, 0.5]), low=st.sampled_from([-0.5, 0.1, 1.0]))
+def covariances_of(batch: dict[str, Any]) -> list[list[float]]:
+    mask = batch["response_mask"]
+    return oracle.covariances(rows(batch, "old_log_probs"), valid(base_of(batch), mask))
+
+
+def places(flags: torch.Tensor, mask: torch.Tensor) -> set[tuple[int, int]]:
+    """Return where (B, T) is true, as row and place in the response."""
+    found = valid(flags, mask)
+    return {(i, t) for i, row in enumerate(found) for t, x in enumerate(row) if x}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=random_batches(),
+    share=st.sampled_from([2e-4, 0.05, 0.5]),
+    low=st.sampled_from([-0.5, 0.1, 1.0]),
+    high=st.sampled_from([1.2, 5.0]),
+)
 def test_clip_cov_drops_candidates_of_the_oracle(
-    seed: int,
-    groups: int,
-    columns: int,
-    rewards: str,
-    per_token: bool,
-    share: float,
-    low: float,
+    batch: dict[str, Any], share: float, low: float, high: float
 ) -> None:
-    batch = with_base(batch_of(seed, groups, columns, rewards), per_token, seed)
     mask, base = batch["response_mask"], base_of(batch)
-    c = oracle.covariances(rows(batch, "old_log_probs"), valid(base, mask))
+    c = covariances_of(batch)
     flat = [x for row in c for x in row]
-    assume(all(abs(x - low) > 1e-7 for x in flat))
-    result = run("clip_cov_exact", batch, share=share, low=low)
-    candidates = torch.tensor([low <= x <= 5.0 for x in flat])
-    k = min(max(1, math.floor(share * len(flat))), int(candidates.sum()))
-    kept, was = result.advantages[mask], base[mask].float()
-    assert result.metrics["candidate_share"] == pytest.approx(int(candidates.sum()) / len(flat))
-    assert result.metrics["clipped_share"] == pytest.approx(k / len(flat))
-    changed = kept != was
-    assert (kept[changed] == 0).all()
-    assert not (changed & ~candidates).any()
+    assume(all(abs(x - bound) > 1e-7 for x in flat for bound in (low, high)))
+    result = run("clip_cov_exact", batch, share=share, low=low, high=high)
+    candidates = oracle.clip_cov_candidates(c, low, high)
+    k = min(oracle.how_many(share, len(flat)), len(candidates))
+    changed = places(result.advantages != base, mask)
+    assert changed <= candidates
     # A dropped token whose advantage was 0 anyway shows no change.
-    assert k - int((candidates & (was == 0)).sum()) <= int(changed.sum()) <= k
+    unseen = len(candidates & places(base == 0, mask))
+    assert k - unseen <= len(changed) <= k
+    kept = [(i, t) in changed for i, row in enumerate(c) for t in range(len(row))]
+    expected = base[mask].masked_fill(torch.tensor(kept), 0.0)
+    assert torch.equal(result.advantages[mask], expected)
+    assert result.advantages.dtype == torch.float32 and (result.advantages[~mask] == 0).all()
+    assert result.metrics["candidate_share"] == pytest.approx(len(candidates) / len(flat))
+    assert result.metrics["clipped_share"] == pytest.approx(k / len(flat))
+    if not unseen:
+        dropped = [c[i][t] for i, t in changed]
+        mean = math.fsum(dropped) / len(dropped) if dropped else 0.0
+        assert result.metrics["clipped_covariance"] == pytest.approx(mean, rel=1e-6, abs=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
-@given(**RANDOM, share=st.sampled_from([2e-3, 0.05, 0.5, 1.0]))
-def test_kl_cov_selects_the_largest_of_the_oracle(
-    seed: int, groups: int, columns: int, rewards: str, per_token: bool, share: float
-) -> None:
-    batch = with_base(batch_of(seed, groups, columns, rewards), per_token, seed)
+@settings(max_examples=60, deadline=None)
+@given(batch=random_batches(), share=st.sampled_from([2e-3, 0.05, 0.5, 1.0]))
+def test_kl_cov_selects_the_largest_of_the_oracle(batch: dict[str, Any], share: float) -> None:
     mask, base = batch["response_mask"], base_of(batch)
-    c = oracle.covariances(rows(batch, "old_log_probs"), valid(base, mask))
-    flat = torch.tensor([x for row in c for x in row], dtype=torch.float64)
+    c = covariances_of(batch)
     result = run("kl_cov_exact", batch, share=share)
     selected = result.loss_fields[cov_exact.SELECTED]
-    k = max(1, math.floor(share * len(flat)))
     assert selected.dtype == torch.bool and not (selected & ~mask).any()
-    chosen = selected[mask]
-    assert int(chosen.sum()) == k
-    largest = flat.sort(descending=True).values
-    assert float(flat[chosen].min()) >= float(largest[k - 1]) - 1e-7
-    assert torch.equal(result.advantages, torch.where(mask, base.float(), 0.0))
-    assert result.metrics["threshold"] == pytest.approx(float(largest[k - 1]), abs=1e-7)
+    found, expected = places(selected, mask), oracle.kl_cov_selected(c, share)
+    threshold = min(c[i][t] for i, t in expected)
+    assert len(found) == len(expected)
+    # They may differ in tokens that lie on the threshold.
+    assert all(abs(c[i][t] - threshold) < 1e-7 for i, t in found ^ expected)
+    assert torch.equal(result.advantages, torch.where(mask, base, 0.0))
+    assert result.metrics["threshold"] == pytest.approx(threshold, rel=1e-6, abs=1e-6)
+    mean = math.fsum(c[i][t] for i, t in expected) / len(expected)
+    assert result.metrics["penalised_covariance"] == pytest.approx(mean, rel=1e-6, abs=1e-6)
+    count = int(mask.sum())
+    assert result.metrics["penalised_share"] == pytest.approx(len(expected) / count)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -321,6 +351,7 @@ def test_the_order_of_rows_does_not_matter(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_padding_does_not_matter(name: str) -> None:
+    """Columns on both sides, and rows."""
     batch = batch_of(3, groups=10, columns=20)
     expected = run(name, batch, **BUSY.get(name, {}))
     size, columns = batch["response_mask"].shape
@@ -330,7 +361,7 @@ def test_padding_does_not_matter(name: str) -> None:
         if value.ndim == 1:
             return torch.cat([value, torch.zeros(4)])
         wide = torch.full((size + 4, columns + 7), filling, dtype=value.dtype)
-        wide[:size, :columns] = value
+        wide[:size, 3 : columns + 3] = value
         return wide
 
     wider = {
@@ -338,16 +369,19 @@ def test_padding_does_not_matter(name: str) -> None:
         for key, value in batch.items()
     } | {"group": batch["group"] + ["pad-y"] * 4}
     found = run(name, wider, **BUSY.get(name, {}))
-    fields = {key: value[:size, :columns] for key, value in found.loss_fields.items()}
+    inside = slice(0, size), slice(3, columns + 3)
     cut = Reweighted(
-        advantages=found.advantages[:size, :columns], metrics=found.metrics, loss_fields=fields
+        advantages=found.advantages[inside],
+        metrics=found.metrics,
+        loss_fields={key: value[inside] for key, value in found.loss_fields.items()},
     )
     equal_results(cut, expected)
-    assert (found.advantages[size:] == 0).all() and (found.advantages[:, columns:] == 0).all()
+    for padded_BT in (found.advantages, *found.loss_fields.values()):
+        assert (padded_BT[~wider["response_mask"]] == 0).all()
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("elements", [1, 50, 400])
+@pytest.mark.parametrize("elements", [1, 16, 50, 400])
 def test_the_size_of_a_chunk_does_not_matter(
     name: str, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,9 +435,9 @@ def test_without_alpha_it_is_grpo_to_the_bit(name: str, normalize: bool, rewards
 
 
 @pytest.mark.parametrize("control", ["none", "neg_scale", "position_decay"])
-@pytest.mark.parametrize("per_token", [False, True])
-def test_sign_aware_leaves_what_is_not_negative_untouched(control: str, per_token: bool) -> None:
-    batch = with_base(batch_of(6, groups=20, columns=20), per_token, 6)
+@pytest.mark.parametrize("kind", BASES)
+def test_sign_aware_leaves_what_is_not_negative_untouched(control: str, kind: str) -> None:
+    batch = with_base(batch_of(6, groups=20, columns=20), kind, 6)
     mask, base = batch["response_mask"], base_of(batch)
     result = run("sa_ah_grpo", batch, control=control)
     spared = mask & ~(base < 0)
