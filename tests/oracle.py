@@ -306,9 +306,7 @@ def reco_losses(
     """Return the loss of each token, and its derivative with the ratio held fixed."""
     losses, slopes = [], []
     for ls, olds, advantages in zip(l, old, A, strict=True):
-        ratios = [
-            min(max(reco_ratio(x, y), low), high) for x, y in zip(ls, olds, strict=True)
-        ]
+        ratios = [min(max(reco_ratio(x, y), low), high) for x, y in zip(ls, olds, strict=True)]
         slopes.append([-r * a for r, a in zip(ratios, advantages, strict=True)])
         losses.append([slope * x for slope, x in zip(slopes[-1], ls, strict=True)])
     return losses, slopes

@@ -10,7 +10,7 @@ import oracle
 import pytest
 import torch
 from batches import REWARDS, VOCABULARY, ragged, rows_of, valid, with_policy_fields
-from hypothesis import assume, given, settings
+from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 
 from verl_covgrpo import MethodError, Reweighted, Rollout, build, registry, stats
@@ -60,16 +60,14 @@ def with_base(batch: dict[str, Any], kind: str, seed: int) -> dict[str, Any]:
 def random_batches(draw: st.DrawFn) -> dict[str, Any]:
     """Any rewards, width, and base; scores that are not the rewards."""
     seed = draw(st.integers(0, 10**6))
-    batch = batch_of(
-        seed,
-        draw(st.integers(0, 8)),
-        draw(st.integers(1, 30)),
-        draw(st.sampled_from(REWARDS)),
-        draw(st.sampled_from(DTYPES)),
-    )
+    groups, columns = draw(st.integers(0, 8)), draw(st.integers(1, 30))
+    rewards, dtype = draw(st.sampled_from(REWARDS)), draw(st.sampled_from(DTYPES))
+    base = draw(st.sampled_from(BASES))
+    note(f"{seed=} {groups=} {columns=} {rewards=} {dtype=} {base=}")
+    batch = batch_of(seed, groups, columns, rewards, dtype)
     generator = torch.Generator().manual_seed(seed + 2)
     batch["scores"] = torch.randint(0, 5, batch["rewards"].shape, generator=generator) / 4
-    return with_base(batch, draw(st.sampled_from(BASES)), seed)
+    return with_base(batch, base, seed)
 
 
 def rows(batch: dict[str, Any], name: str) -> list[list[float]]:
@@ -88,8 +86,20 @@ def assert_tokens(
 ) -> None:
     assert found.dtype == torch.float32
     assert (found[~mask] == 0).all()
-    flat = torch.tensor([x for row in expected for x in row], dtype=torch.float64)
-    torch.testing.assert_close(found[mask].double(), flat, **CLOSE)
+    expected_N = torch.tensor(flat(expected), dtype=torch.float64)
+    torch.testing.assert_close(found[mask].double(), expected_N, **CLOSE)
+
+
+def mean(values: Sequence[float], default: float = 1.0) -> float:
+    return math.fsum(values) / len(values) if values else default
+
+
+def mean_and_rms(values: Sequence[float]) -> tuple[float, float]:
+    return mean(values), math.sqrt(mean([x * x for x in values]))
+
+
+def flat(x: Sequence[Sequence[float]]) -> list[float]:
+    return [value for row in x for value in row]
 
 
 def times(weights: Sequence[Sequence[float]], A: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -126,13 +136,9 @@ def test_adaptive_horizon_equals_the_oracle(
     )
     result = run(name, batch, **chosen, **sign_aware)
     assert_tokens(result.advantages, times(weights, A), batch["response_mask"])
-    flat = [w for row in weights for w in row]
-    signs = [a < 0 for row in A for a in row]
-    negative = [w for w, is_negative in zip(flat, signs, strict=True) if is_negative]
-    assert result.metrics["weight"] == pytest.approx(math.fsum(flat) / len(flat), rel=1e-6)
-    assert result.metrics["negative_weight"] == pytest.approx(
-        math.fsum(negative) / len(negative) if negative else 1.0, rel=1e-6
-    )
+    negative = [w for w, a in zip(flat(weights), flat(A), strict=True) if a < 0]
+    assert result.metrics["weight"] == pytest.approx(mean(flat(weights)), rel=1e-6)
+    assert result.metrics["negative_weight"] == pytest.approx(mean(negative), rel=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
@@ -222,9 +228,7 @@ def test_ep_grpo_equals_the_oracle(
 
 @settings(max_examples=40, deadline=None)
 @given(batch=random_batches(), cap=st.sampled_from([1.0, 1.3, 5.0]))
-def test_reco_equals_the_oracle(
-    batch: dict[str, Any], cap: float
-) -> None:
+def test_reco_equals_the_oracle(batch: dict[str, Any], cap: float) -> None:
     weights = oracle.reco_weights(rows(batch, "old_log_probs"), batch["group"], cap)
     A = valid(base_of(batch), batch["response_mask"])
     expected = [[w * a for a in row] for w, row in zip(weights, A, strict=True)]
@@ -255,11 +259,11 @@ def test_clip_cov_drops_candidates_of_the_oracle(
 ) -> None:
     mask, base = batch["response_mask"], base_of(batch)
     c = covariances_of(batch)
-    flat = [x for row in c for x in row]
-    assume(all(abs(x - bound) > 1e-7 for x in flat for bound in (low, high)))
+    count = int(mask.sum())
+    assume(all(abs(x - bound) > 1e-7 for x in flat(c) for bound in (low, high)))
     result = run("clip_cov_exact", batch, share=share, low=low, high=high)
     candidates = oracle.clip_cov_candidates(c, low, high)
-    k = min(oracle.how_many(share, len(flat)), len(candidates))
+    k = min(oracle.how_many(share, count), len(candidates))
     changed = places(result.advantages != base, mask)
     assert changed <= candidates
     # A dropped token whose advantage was 0 anyway shows no change.
@@ -269,12 +273,11 @@ def test_clip_cov_drops_candidates_of_the_oracle(
     expected = base[mask].masked_fill(torch.tensor(kept), 0.0)
     assert torch.equal(result.advantages[mask], expected)
     assert result.advantages.dtype == torch.float32 and (result.advantages[~mask] == 0).all()
-    assert result.metrics["candidate_share"] == pytest.approx(len(candidates) / len(flat))
-    assert result.metrics["clipped_share"] == pytest.approx(k / len(flat))
+    assert result.metrics["candidate_share"] == pytest.approx(len(candidates) / count)
+    assert result.metrics["clipped_share"] == pytest.approx(k / count)
     if not unseen:
-        dropped = [c[i][t] for i, t in changed]
-        mean = math.fsum(dropped) / len(dropped) if dropped else 0.0
-        assert result.metrics["clipped_covariance"] == pytest.approx(mean, rel=1e-6, abs=1e-6)
+        dropped = mean([c[i][t] for i, t in changed], 0.0)
+        assert result.metrics["clipped_covariance"] == pytest.approx(dropped, rel=1e-6, abs=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
@@ -292,10 +295,9 @@ def test_kl_cov_selects_the_largest_of_the_oracle(batch: dict[str, Any], share: 
     assert all(abs(c[i][t] - threshold) < 1e-7 for i, t in found ^ expected)
     assert torch.equal(result.advantages, torch.where(mask, base, 0.0))
     assert result.metrics["threshold"] == pytest.approx(threshold, rel=1e-6, abs=1e-6)
-    mean = math.fsum(c[i][t] for i, t in expected) / len(expected)
-    assert result.metrics["penalised_covariance"] == pytest.approx(mean, rel=1e-6, abs=1e-6)
-    count = int(mask.sum())
-    assert result.metrics["penalised_share"] == pytest.approx(len(expected) / count)
+    held = mean([c[i][t] for i, t in expected])
+    assert result.metrics["penalised_covariance"] == pytest.approx(held, rel=1e-6, abs=1e-6)
+    assert result.metrics["penalised_share"] == pytest.approx(len(expected) / int(mask.sum()))
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -310,6 +312,148 @@ def test_fields_of_any_width(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.advantages, expected.advantages, **CLOSE)
     for field, value in expected.loss_fields.items():
         assert torch.equal(found.loss_fields[field], value)
+
+
+def measured(result: Reweighted) -> dict[str, float]:
+    """Return the metrics but the time."""
+    assert result.metrics["seconds"] >= 0
+    return {k: v for k, v in result.metrics.items() if k != "seconds"}
+
+
+@pytest.mark.parametrize("name", ["ah_grpo", "sa_ah_grpo"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_metrics_of_the_adaptive_horizon(name: str, normalize: bool, seed: int) -> None:
+    batch = batch_of(seed, groups=12, columns=40)
+    A = valid(base_of(batch), batch["response_mask"])
+    H = rows(batch, "entropy")
+    aware = name == "sa_ah_grpo"
+    D = oracle.ah_weights(H, A, VOCABULARY, 0.8)
+    w = oracle.ah_weights(H, A, VOCABULARY, 0.8, normalize=normalize, sign_aware=aware)
+    erased = mean([float(x < 0.1) for x in flat(w)])
+    assert erased > 0
+    expected = {
+        "discount": mean(flat(D)),
+        "final_discount": mean([row[-1] for row in D if row]),
+        "weight": mean(flat(w)),
+        "negative_weight": mean([x for x, a in zip(flat(w), flat(A), strict=True) if a < 0]),
+        "erased_share": erased,
+        "normalized_entropy": mean(flat(H)) / math.log(VOCABULARY),
+        "tokens": float(len(flat(H))),
+    }
+    found = measured(run(name, batch, alpha=0.8, normalize=normalize))
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["erpo", "ep_grpo"])
+@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("seed", range(3))
+def test_metrics_of_gate_and_process(name: str, kind: str, seed: int) -> None:
+    batch = with_base(batch_of(seed, groups=12, columns=25), kind, seed)
+    H, s = rows(batch, "entropy"), log_ratios(batch)
+    A = valid(base_of(batch), batch["response_mask"])
+    rewards, group = batch["rewards"].tolist(), batch["group"]
+    gate = flat(oracle.entropy_gate(H, group, 5.0))
+    if name == "erpo":
+        found = oracle.erpo_advantages(H, s, A, group, 5.0, 10, 0.2, True, 0.01)
+    else:
+        found = oracle.ep_grpo_advantages(H, s, A, rewards, rewards, group, 5.0, 10, 0.2, 0.5, 0.01)
+    process = [x - w * a for x, w, a in zip(flat(found), gate, flat(A), strict=True)]
+    adds = [abs(x) > 1e-9 for x in process]
+    gate_mean, gate_rms = mean_and_rms(gate)
+    expected = {
+        "gate": gate_mean,
+        "gate_std": math.sqrt(gate_rms**2 - gate_mean**2),
+        "process_rms": mean_and_rms(process)[1],
+        "process_share": mean(adds),
+        "tokens": float(len(gate)),
+    }
+    if name == "ep_grpo":
+        alike = constant_groups(batch).tolist()
+        of_token = [own for own, row in zip(alike, H, strict=True) for _ in row]
+        revived = [own and more for own, more in zip(of_token, adds, strict=True)]
+        assert 0 < sum(revived) < sum(adds)
+        expected["revived_share"] = mean(revived)
+    assert measured(run(name, batch)) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("cap", [1.1, 5.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_metrics_of_reco(cap: float, seed: int) -> None:
+    batch = batch_of(seed, groups=12)
+    batch["old_log_probs"] = batch["old_log_probs"] * 3
+    l, A = rows(batch, "old_log_probs"), valid(base_of(batch), batch["response_mask"])  # noqa: E741
+    w = oracle.reco_weights(l, batch["group"], cap)
+    free = oracle.reco_weights(l, batch["group"], math.inf)
+    kept = [x for x, row in zip(w, l, strict=True) if row]
+    signed = [(x, a) for x, row in zip(w, A, strict=True) for a in row]
+    middle, rms = mean_and_rms(kept)
+    expected = {
+        "weight_std": math.sqrt(rms**2 - middle**2),
+        "capped_share": mean([x > cap for x, row in zip(free, l, strict=True) if row], 0.0),
+        "positive_weight": mean([x for x, a in signed if a > 0]),
+        "negative_weight": mean([x for x, a in signed if a < 0]),
+        "tokens": float(len(signed)),
+    }
+    assert measured(run("reco", batch, cap=cap)) == pytest.approx(expected, rel=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), columns=st.integers(1, 12))
+def test_ep_grpo_of_sessions_equals_the_oracle(seed: int, columns: int) -> None:
+    """Rewards and scores of all but the last outputs are noise."""
+    batch = batch_of(seed, groups=8, columns=columns)
+    generator = torch.Generator().manual_seed(seed)
+    batch["scores"] = torch.randint(0, 2, batch["rewards"].shape, generator=generator).float()
+    final = list(range(len(batch["group"])))
+    seen: dict[str, int] = {}
+    for row, own in enumerate(batch["group"]):
+        if own in seen and torch.rand((), generator=generator) < 0.4:
+            final[row] = seen[own]
+        else:
+            seen[own] = row
+    batch["final_output"] = torch.tensor(final)
+    H = rows(batch, "entropy")
+    shares = [10 * p for row in oracle.progress(H) for p in row[:-1]]
+    assume(all(abs(share - round(share)) > 1e-9 for share in shares))
+    # As if every output had the reward and the score of the last one.
+    rewards, scores = (batch[name][final].tolist() for name in ("rewards", "scores"))
+    expected = oracle.ep_grpo_advantages(
+        H,
+        log_ratios(batch),
+        valid(base_of(batch), batch["response_mask"]),
+        rewards,
+        scores,
+        batch["group"],
+        5.0,
+        10,
+        0.2,
+        0.5,
+        0.01,
+    )
+    assert_tokens(run("ep_grpo", batch).advantages, expected, batch["response_mask"])
+
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "ah_grpo": {"alpha": 0.5, "inclusive": True, "normalize": False},
+    "sa_ah_grpo": {"alpha": 0.5, "inclusive": True, "normalize": False, "control": "none"},
+    "erpo": {"gamma": 5.0, "buckets": 10, "eta": 0.2, "gate_outcome": True, "signal_floor": 1e-2},
+    "ep_grpo": {
+        "gamma": 5.0,
+        "buckets": 10,
+        "eta": 0.2,
+        "success_threshold": 0.5,
+        "signal_floor": 1e-2,
+    },
+    "reco": {"cap": 5.0, "ratio_low": 0.8, "ratio_high": 1.2},
+    "clip_cov_exact": {"share": 2e-4, "low": 1.0, "high": 5.0, "seed": 0},
+    "kl_cov_exact": {"share": 2e-3, "coef": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_defaults_are_those_of_the_papers(name: str) -> None:
+    assert registry.parameters(name) == {"base": "grpo", **DEFAULTS[name]}
 
 
 # What must not change a result
@@ -347,6 +491,42 @@ def test_the_order_of_rows_does_not_matter(name: str, seed: int) -> None:
     expected = run(name, batch, **BUSY.get(name, {}))
     found = run(name, rows_of(batch, order), **BUSY.get(name, {}))
     equal_results(found, reordered(expected, order))
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("junk", [0.0, -1e30, 1e30, torch.inf, torch.nan])
+def test_what_is_masked_does_not_matter(name: str, kind: str, junk: float) -> None:
+    batch = with_base(batch_of(17, groups=10, columns=20), kind, 17)
+    mask = batch["response_mask"]
+    filled = {
+        key: torch.where(mask if value.ndim == 2 else mask.any(dim=1), value, junk)
+        for key, value in batch.items()
+        if isinstance(value, torch.Tensor) and key not in ("rewards", "response_mask")
+    }
+    assert len(filled) == (3 if kind == "grpo" else 4)
+    expected = run(name, batch, **BUSY.get(name, {}))
+    found = run(name, batch | filled, **BUSY.get(name, {}))
+    assert torch.equal(found.advantages, expected.advantages)
+    assert (found.advantages[~mask] == 0).all()
+    for field, value in expected.loss_fields.items():
+        assert torch.equal(found.loss_fields[field], value)
+    assert measured(found) == measured(expected)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_same_batch_gives_the_same_result_and_stays_as_it_was(name: str) -> None:
+    batch = with_base(batch_of(18, groups=10, columns=20), "per token", 18)
+    before = {k: v.clone() for k, v in batch.items() if isinstance(v, torch.Tensor)}
+    method, rollout = build(name, **BUSY.get(name, {})), Rollout(**batch)
+    results = [method(rollout), method(rollout), run(name, batch, **BUSY.get(name, {}))]
+    for result in results[1:]:
+        assert torch.equal(result.advantages, results[0].advantages)
+        assert measured(result) == measured(results[0])
+        for field, value in results[0].loss_fields.items():
+            assert torch.equal(result.loss_fields[field], value)
+    for key, value in before.items():
+        torch.testing.assert_close(batch[key], value, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -445,6 +625,19 @@ def test_sign_aware_leaves_what_is_not_negative_untouched(control: str, kind: st
     assert (result.advantages[mask & (base < 0)] > base[mask & (base < 0)]).all()
 
 
+@pytest.mark.parametrize("name", ["ah_grpo", "sa_ah_grpo"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_batch_that_is_discounted_to_nothing_is_finite(name: str, sign: float) -> None:
+    """With alpha = 1 and the highest entropy everywhere no weight is left to normalise by."""
+    batch = batch_of(4)
+    mask = batch["response_mask"]
+    batch["entropy"] = torch.full(mask.shape, math.log(VOCABULARY))
+    batch["base_advantages"] = torch.full(mask.shape[:1], sign)
+    result = run(name, batch, alpha=1.0, normalize=True)
+    assert result.advantages.isfinite().all()
+    assert all(math.isfinite(value) for value in result.metrics.values())
+
+
 @pytest.mark.parametrize("control", ["neg_scale", "position_decay"])
 def test_the_controls_keep_the_mean_negative_weight(control: str) -> None:
     batch = batch_of(6, groups=20, columns=20)
@@ -455,12 +648,38 @@ def test_the_controls_keep_the_mean_negative_weight(control: str) -> None:
     )
 
 
-def test_the_discount_never_grows_along_a_response() -> None:
-    batch = batch_of(8, groups=10, columns=30, base_advantages=None)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_controls_keep_the_negative_mass_and_take_the_horizon_away(seed: int) -> None:
+    """Seen in the advantages: each is its weight times the base."""
+    batch = batch_of(seed, groups=20, columns=20, rewards="normal")
+    mask, base = batch["response_mask"], base_of(batch).double()
+    negative = mask & (base < 0)
+    place = mask.cumsum(dim=1)
+    weight = {
+        control: run("sa_ah_grpo", batch, control=control).advantages.double() / base
+        for control in ("none", "neg_scale", "position_decay")
+    }
+    plain = weight["none"][negative]
+    for control in ("neg_scale", "position_decay"):
+        assert float(weight[control][negative].mean()) == pytest.approx(float(plain.mean()))
+    torch.testing.assert_close(
+        weight["neg_scale"][negative], plain.mean().expand(plain.shape), rtol=1e-6, atol=0
+    )
+    for rank in place[negative].unique():
+        here = negative & (place == rank)
+        kept, own = weight["position_decay"][here], weight["none"][here]
+        torch.testing.assert_close(kept, own.mean().expand(own.shape), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("inclusive", [False, True])
+def test_the_discount_never_grows_along_a_response(inclusive: bool) -> None:
+    batch = batch_of(8, groups=10, columns=30)
     batch["base_advantages"] = torch.ones(batch["response_mask"].shape)
-    for row in valid(run("ah_grpo", batch).advantages, batch["response_mask"]):
+    result = run("ah_grpo", batch, inclusive=inclusive)
+    for row in valid(result.advantages, batch["response_mask"]):
         assert row == sorted(row, reverse=True)
         assert all(0 < weight <= 1 for weight in row)
+        assert inclusive or row[:1] in ([], [1.0])
 
 
 def test_a_long_response_keeps_weight_since_entropy_is_normalised() -> None:
@@ -567,6 +786,17 @@ def test_reco_weights_have_mean_one_in_each_group() -> None:
             assert math.fsum(kept) / len(kept) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("cap", [1.0, 1.5])
+def test_reco_caps_the_weights(cap: float) -> None:
+    batch = batch_of(14, groups=20, columns=20)
+    batch["base_advantages"] = torch.ones(batch["response_mask"].shape)
+    mask = batch["response_mask"]
+    free, capped = (run("reco", batch, cap=c).advantages for c in (1e9, cap))
+    assert float(free.max()) > cap
+    assert torch.equal(capped, free.clamp(max=cap))
+    assert (capped[mask] > 0).all()
+
+
 def test_reco_weights_of_hopeless_responses_stay_finite() -> None:
     batch = batch_of(15)
     batch["old_log_probs"] = batch["old_log_probs"] * 1e4
@@ -575,27 +805,81 @@ def test_reco_weights_of_hopeless_responses_stay_finite() -> None:
     assert result.metrics["capped_share"] >= 0
 
 
+@pytest.mark.parametrize("share", [2e-4, 0.03, 0.2])
+@pytest.mark.parametrize("seed", range(3))
+def test_clip_cov_drops_exactly_as_many_as_it_should(share: float, seed: int) -> None:
+    batch = batch_of(seed, groups=20, columns=30)
+    mask = batch["response_mask"]
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.randn(mask.shape, generator=generator)
+    base += 0.1 * base.sign()
+    batch["base_advantages"] = base
+    candidates = oracle.clip_cov_candidates(covariances_of(batch), 0.5, 2.0)
+    dropped = places(
+        run("clip_cov_exact", batch, share=share, low=0.5, high=2.0).advantages != base, mask
+    )
+    assert dropped <= candidates
+    assert len(dropped) == min(oracle.how_many(share, int(mask.sum())), len(candidates))
+
+
+def test_clip_cov_without_a_candidate_is_the_base() -> None:
+    batch = batch_of(19)
+    result = run("clip_cov_exact", batch, low=1e6, high=1e7)
+    assert torch.equal(result.advantages, torch.where(batch["response_mask"], base_of(batch), 0.0))
+    assert result.metrics["candidate_share"] == result.metrics["clipped_share"] == 0
+    assert result.metrics["clipped_covariance"] == 0
+
+
+def test_clip_cov_draws_every_candidate_as_often() -> None:
+    batch = batch_of(20, groups=3, columns=8)
+    mask, base = batch["response_mask"], base_of(batch)
+    candidates = oracle.clip_cov_candidates(covariances_of(batch), 0.1, 5.0)
+    assert not candidates & places(base == 0, mask) and len(candidates) >= 8
+    times_drawn = dict.fromkeys(candidates, 0)
+    draws, k = 300, oracle.how_many(0.05, int(mask.sum()))
+    rollout = Rollout(**batch)
+    for seed in range(draws):
+        result = build("clip_cov_exact", share=0.05, low=0.1, seed=seed)(rollout)
+        for place in places(result.advantages != base, mask):
+            times_drawn[place] += 1
+    share = k / len(candidates)
+    spread = math.sqrt(draws * share * (1 - share))
+    assert all(abs(n - draws * share) < 4.5 * spread for n in times_drawn.values())
+
+
 # The losses
 
 
 def micro(
-    log_probs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, **fields: torch.Tensor
+    log_probs: torch.Tensor,
+    old: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    **fields: torch.Tensor,
 ) -> MicroBatch:
+    """Return a micro-batch whose losses are added up over the valid tokens."""
+    mask = torch.ones_like(advantages, dtype=torch.bool) if mask is None else mask
+
     def clipped(_: torch.Tensor) -> Any:
         raise AssertionError("these losses do not clip")
+
+    def aggregate(losses: torch.Tensor, corrected: bool = True) -> torch.Tensor:
+        assert corrected, "the loss is one of the policy gradient: corrected"
+        return torch.where(mask, losses, 0.0).sum()
 
     return MicroBatch(
         log_probs=log_probs,
         old_log_probs=old,
         advantages=advantages,
-        response_mask=torch.ones_like(advantages, dtype=torch.bool),
+        response_mask=mask,
         fields=fields,
         clipped_loss=clipped,
-        aggregate=torch.sum,
+        aggregate=aggregate,
     )
 
 
 def gradient_of(name: str, micro_batch: MicroBatch, **parameters: Any) -> torch.Tensor:
+    micro_batch.log_probs.retain_grad()
     loss, metrics = build(name, **parameters).policy_loss(micro_batch)
     loss.backward()
     assert all(math.isfinite(value) for value in metrics.values())
@@ -618,6 +902,49 @@ def test_recos_gradient_keeps_the_sign_of_the_advantage(p: list[float], drift: f
     assert ((grad.abs() >= 0.8 - 1e-9) & (grad.abs() <= 1.2 + 1e-9)).all()
 
 
+def drifted(seed: int, size: float) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return a batch in float64 without masked garbage, and log-probs after some updates."""
+    batch = with_base(batch_of(seed, rewards="normal", dtype=torch.float64), "per token", seed)
+    mask = batch["response_mask"]
+    for name in ("old_log_probs", "base_advantages"):
+        batch[name] = torch.where(mask, batch[name], 0.0)
+    generator = torch.Generator().manual_seed(seed)
+    drift = size * torch.randn(mask.shape, generator=generator, dtype=torch.float64)
+    return batch, (batch["old_log_probs"] + drift).clamp(max=0).requires_grad_()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    size=st.sampled_from([0.0, 0.1, 1.0]),
+    low=st.sampled_from([0.3, 0.8, 1.0]),
+    high=st.sampled_from([1.0, 1.2, 4.0]),
+)
+def test_recos_loss_equals_the_oracle(seed: int, size: float, low: float, high: float) -> None:
+    batch, log_probs = drifted(seed, size)
+    mask, old, A = batch["response_mask"], batch["old_log_probs"], batch["base_advantages"]
+    method = build("reco", ratio_low=low, ratio_high=high)
+    loss, metrics = method.policy_loss(micro(log_probs, old, A, mask))
+    loss.backward()
+    now, was = valid(log_probs.detach(), mask), valid(old, mask)
+    losses, slopes = oracle.reco_losses(now, was, valid(A, mask), low, high)
+    assert float(loss.detach()) == pytest.approx(math.fsum(flat(losses)), rel=1e-6, abs=1e-9)
+    grad = log_probs.grad
+    assert grad is not None and (grad[~mask] == 0).all()
+    assert grad[mask].tolist() == pytest.approx(flat(slopes), rel=1e-6)
+    pairs = list(zip(flat(now), flat(was), strict=True))
+    ratios = [oracle.reco_ratio(x, y) for x, y in pairs]
+    assume(all(abs(r - bound) > 1e-9 for r in ratios for bound in (low, high)) or size == 0.0)
+    expected = {
+        "ppo_kl": mean([y - x for x, y in pairs]),
+        "reco_ratio": mean([min(max(r, low), high) for r in ratios]),
+    }
+    assert metrics.keys() == expected.keys() | {"pg_clipfrac"}
+    assert {k: metrics[k] for k in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    clipped = mean([r < low or r > high for r in ratios]) if size else 0.0
+    assert metrics["pg_clipfrac"] == pytest.approx(clipped, rel=1e-6)
+
+
 def test_reco_on_policy_is_the_policy_gradient() -> None:
     new = torch.log(torch.tensor([[0.9, 0.5, 0.01, 1.0]])).requires_grad_()
     advantages = torch.tensor([[1.0, -2.0, 0.5, 0.0]])
@@ -626,8 +953,8 @@ def test_reco_on_policy_is_the_policy_gradient() -> None:
 
 
 def test_reco_stays_finite_at_both_ends() -> None:
-    new = torch.tensor([[0.0, -80.0, 0.0, -80.0]]).requires_grad_()
-    old = torch.tensor([[-80.0, 0.0, 0.0, -80.0]])
+    new = torch.tensor([[0.0, -50.0, 0.0, -50.0]]).requires_grad_()
+    old = torch.tensor([[-50.0, 0.0, 0.0, -50.0]])
     grad = gradient_of("reco", micro(new, old, torch.ones(1, 4)))
     assert grad[0].tolist() == pytest.approx([-1.2, -0.8, -1.0, -1.0])
 
@@ -652,6 +979,108 @@ def test_kl_cov_penalises_where_selected_and_clips_nowhere() -> None:
     torch.testing.assert_close(grad, expected)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    size=st.sampled_from([0.1, 1.0]),
+    share=st.sampled_from([2e-3, 0.3, 1.0]),
+    coef=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_the_loss_of_kl_cov_equals_the_oracle(
+    seed: int, size: float, share: float, coef: float
+) -> None:
+    batch, log_probs = drifted(seed, size)
+    mask, old, A = batch["response_mask"], batch["old_log_probs"], batch["base_advantages"]
+    fields = run("kl_cov_exact", batch, share=share).loss_fields
+    loss, metrics = build("kl_cov_exact", share=share, coef=coef).policy_loss(
+        micro(log_probs, old, A, mask, **fields)
+    )
+    loss.backward()
+    now, was = valid(log_probs.detach(), mask), valid(old, mask)
+    selected = oracle.kl_cov_selected(oracle.covariances(was, valid(A, mask)), share)
+    losses, slopes = oracle.kl_cov_losses(now, was, valid(A, mask), selected, coef)
+    assert float(loss.detach()) == pytest.approx(math.fsum(flat(losses)), rel=1e-6, abs=1e-9)
+    grad = log_probs.grad
+    assert grad is not None and (grad[~mask] == 0).all()
+    assert grad[mask].tolist() == pytest.approx(flat(slopes), rel=1e-6)
+    count = int(mask.sum())
+    moved = [abs(now[i][t] - was[i][t]) for i, t in selected]
+    expected = {
+        "ppo_kl": mean([y - x for x, y in zip(flat(now), flat(was), strict=True)]),
+        "kl_cov_exact_penalty": coef * math.fsum(moved) / count,
+    }
+    assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def selection_of(mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a field for kl_cov_exact that selects every other column, masked ones too."""
+    return {cov_exact.SELECTED: (torch.arange(mask.shape[1]) % 2 == 0).expand(mask.shape)}
+
+
+@pytest.mark.parametrize("name", ["reco", "kl_cov_exact"])
+@pytest.mark.parametrize("where", ["old_log_probs", "advantages", "log_probs"])
+def test_what_is_masked_does_not_reach_the_loss(name: str, where: str) -> None:
+    """No gradient either: one nan there would be in every weight of the model."""
+    mask = torch.tensor([[True, True, False, True, False]])
+    fields = {
+        "log_probs": torch.tensor([[-0.4, -1.0, -2.0, -0.1, -0.7]]),
+        "old_log_probs": torch.tensor([[-0.5, -0.9, -0.3, -0.1, -0.2]]),
+        "advantages": torch.tensor([[1.0, -0.5, 0.0, 2.0, 0.0]]),
+    }
+
+    def outcome(junk: float) -> tuple[float, list[float], list[float], dict[str, float]]:
+        given = fields | {where: torch.where(mask, fields[where], junk)}
+        log_probs = given["log_probs"].clone().requires_grad_()
+        batch = micro(
+            log_probs, given["old_log_probs"], given["advantages"], mask, **selection_of(mask)
+        )
+        loss, metrics = build(name).policy_loss(batch)
+        loss.backward()
+        grad = log_probs.grad
+        assert grad is not None
+        return float(loss.detach()), grad[mask].tolist(), grad[~mask].tolist(), metrics
+
+    clean = outcome(0.0)
+    assert clean[2] == [0.0, 0.0]
+    for junk in (1e30, torch.inf, -torch.inf, torch.nan):
+        assert outcome(junk) == clean
+
+
+@pytest.mark.parametrize("name", ["reco", "kl_cov_exact"])
+def test_the_losses_have_the_same_metrics_at_each_call(name: str) -> None:
+    names = set()
+    for mask in (torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3, dtype=torch.bool)):
+        for drift in (0.0, 3.0):
+            new = torch.tensor([[-0.5, -1.0, -3.0]]).requires_grad_()
+            batch = micro(new, new.detach() - drift, torch.ones(1, 3), mask, **selection_of(mask))
+            loss, metrics = build(name).policy_loss(batch)
+            assert loss.isfinite() and loss.requires_grad
+            assert all(type(value) is float and math.isfinite(value) for value in metrics.values())
+            names.add(frozenset(metrics))
+    assert len(names) == 1
+    words = ("max", "min", "sum", "total")
+    assert [key for key in names.pop() if any(word in key for word in words)] == []
+
+
+@pytest.mark.parametrize("name", ["reco", "kl_cov_exact"])
+def test_a_split_into_micro_batches_adds_up(name: str) -> None:
+    batch, log_probs = drifted(21, 0.3)
+    mask, A = batch["response_mask"], batch["base_advantages"]
+    selected = run("kl_cov_exact", batch, share=0.2).loss_fields[cov_exact.SELECTED]
+
+    def loss_of(part: slice) -> torch.Tensor:
+        fields = {cov_exact.SELECTED: selected[part]}
+        old = batch["old_log_probs"][part]
+        loss, _ = build(name).policy_loss(
+            micro(log_probs[part], old, A[part], mask[part], **fields)
+        )
+        return loss
+
+    whole = loss_of(slice(None))
+    parts = [loss_of(slice(i, i + 3)) for i in range(0, len(mask), 3)]
+    torch.testing.assert_close(torch.stack(parts).sum(), whole)
+
+
 @pytest.mark.parametrize("change", [{"seed": 1}, {"step": 1}])
 def test_another_seed_or_step_draws_other_tokens(change: dict[str, int]) -> None:
     batch = batch_of(16, groups=20, columns=30)
@@ -668,16 +1097,19 @@ def test_another_seed_or_step_draws_other_tokens(change: dict[str, int]) -> None
 # Errors
 
 
+NEEDS = {
+    "ah_grpo": ("entropy", "vocab_size"),
+    "sa_ah_grpo": ("entropy", "vocab_size"),
+    "erpo": ("entropy", "old_log_probs", "ref_log_probs"),
+    "ep_grpo": ("entropy", "old_log_probs", "ref_log_probs"),
+    "reco": ("old_log_probs",),
+    "clip_cov_exact": ("old_log_probs",),
+    "kl_cov_exact": ("old_log_probs",),
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "field"),
-    [
-        ("ah_grpo", "entropy"),
-        ("sa_ah_grpo", "vocab_size"),
-        ("erpo", "ref_log_probs"),
-        ("ep_grpo", "entropy"),
-        ("reco", "old_log_probs"),
-        ("kl_cov_exact", "old_log_probs"),
-    ],
+    ("name", "field"), [(name, field) for name, fields in NEEDS.items() for field in fields]
 )
 def test_a_missing_field_is_named(name: str, field: str) -> None:
     assert field in registry.get(name).needs
@@ -712,6 +1144,12 @@ def test_a_vocabulary_of_one_is_refused() -> None:
         ("sa_ah_grpo", {"control": "neg_scal"}, "did you mean 'neg_scale'"),
         ("erpo", {"buckets": 0}, "buckets is 0"),
         ("ep_grpo", {"eta": -1.0}, "eta is -1.0"),
+        ("sa_ah_grpo", {"alpha": -0.1}, "alpha is -0.1"),
+        ("ep_grpo", {"buckets": 0}, "buckets is 0"),
+        ("erpo", {"eta": -1.0}, "eta is -1.0"),
+        ("erpo", {"gamma": -1.0}, "gamma is -1.0"),
+        ("ep_grpo", {"signal_floor": -1.0}, "signal_floor is -1.0"),
+        ("kl_cov_exact", {"share": 2.0}, "share is 2.0"),
         ("reco", {"ratio_low": 0.0}, "ratio_low is 0.0; it must be greater than 0"),
         ("reco", {"ratio_high": 0.9}, "ratio_high is 0.9"),
         ("reco", {"cap": 0.5}, "cap is 0.5"),

@@ -38,6 +38,12 @@ class MicroBatch:
     `corrected=False`.
     """
 
+    def __post_init__(self) -> None:
+        """Where the mask is 0 anything may stand: it reaches neither the loss nor the gradient."""
+        for name in ("log_probs", "old_log_probs", "advantages"):
+            cleaned_BT = torch.where(self.response_mask, getattr(self, name), 0.0)
+            object.__setattr__(self, name, cleaned_BT)
+
     def mean(self, x_BT: torch.Tensor) -> float:
         """Return the mean over the valid tokens, for a metric; 0 where there are none."""
         added = torch.where(self.response_mask, x_BT.detach(), 0).sum()

@@ -216,6 +216,15 @@ class Tokens:
             chunk.put(w_rw.float(), weighted_BT)
         return weighted_BT
 
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a (B, 1) or (B, T) field as (B, T) float32, 0 where the mask is 0.
+
+        A (B, 1) field must be finite.
+        """
+        if x.shape[1] > 1 or self.mask.shape[1] == 1:
+            return torch.where(self.mask, x.float(), 0.0)
+        return self.mask.float().mul_(x.float())  # many times faster than where
+
     def unpack_rows(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Put one number per row, (r,) of every chunk, where it belongs, (B,) float64."""
         x_B = torch.zeros(self.count.shape, dtype=torch.float64, device=self.count.device)

@@ -76,7 +76,7 @@ class AHGRPO(Method):
         if self.normalize:
             mean = stats.add_up(w) / count
             for w_rw in w:
-                w_rw.div_(mean)
+                w_rw.div_(mean if mean > 0 else 1.0)  # 0 throughout stays 0
         metrics = {
             "discount": stats.add_up(D) / count,
             "final_discount": final_discount(rollout, D),

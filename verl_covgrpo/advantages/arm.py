@@ -62,7 +62,8 @@ class ARM(Method):
         solved_G = scopes.add(groups.right(rollout, self.success_threshold)) > 0
         shift_B = self.alpha * (c_q[scopes.index] - c_B)
         shift_B = torch.where(solved_G[scopes.index] & counts_B, shift_B, 0.0)
-        A_BT = (A.double() + shift_B.unsqueeze(1)).float()
+        shift_B1 = shift_B.unsqueeze(1)
+        shifted = torch.where(shift_B1 != 0, (A.double() + shift_B1).float(), A.float())
         metrics = {
             "confidence": float(c_B[counts_B].mean()),
             "confidence_std": float(c_B[counts_B].std(correction=0)),
@@ -70,10 +71,7 @@ class ARM(Method):
             "shifted_share": float(solved_G[scopes.index][counts_B].double().mean()),
             "tokens": float(rollout.lengths.sum()),
         }
-        unshifted = torch.where(rollout.response_mask, A.float(), 0.0)
-        moved_B1 = (shift_B != 0).unsqueeze(1)
-        advantages = torch.where(moved_B1 & rollout.response_mask, A_BT, unshifted)
-        return Reweighted(advantages=advantages, metrics=metrics)
+        return Reweighted(advantages=rollout.tokens.spread(shifted), metrics=metrics)
 
 
 def confidences(rollout: Rollout, share: float) -> torch.Tensor:

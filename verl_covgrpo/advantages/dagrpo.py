@@ -70,7 +70,7 @@ class DaGRPO(Method):
         kept_B = torch.where(
             sign_B > 0, J_B - best_negative_B >= self.delta, worst_positive_B - J_B >= self.delta
         )
-        A_BT = torch.where(rollout.response_mask & kept_B.unsqueeze(1), A.float(), 0.0)
+        A_BT = rollout.tokens.spread(torch.where(kept_B.unsqueeze(1), A, 0.0))
         positive_B, negative_B = sign_B > 0, sign_B < 0
         both = bool(positive_B.any()) and bool(negative_B.any())
         gap = float(J_B[positive_B].mean() - J_B[negative_B].mean()) if both else 0.0

@@ -76,14 +76,13 @@ class HADW(Method):
         gap_B1 = (p_G - C)[rollout.group_index].unsqueeze(1)
         D = -A.double().sign() * gap_B1.sign()
         Phi = self.scale * torch.exp(D * gap_B1.abs())
-        mask_BT = rollout.response_mask
         metrics = {
             "right_share": y,
             "anchor": C,
             **stats.weight_metrics(rollout.tokens, Phi, A),
             "tokens": float(rollout.lengths.sum()),
         }
-        return Reweighted(advantages=torch.where(mask_BT, (Phi * A).float(), 0.0), metrics=metrics)
+        return Reweighted(advantages=rollout.tokens.spread(Phi * A), metrics=metrics)
 
     def current_anchor(self, y: float) -> float:
         """Return C for a batch in which the share y was right."""

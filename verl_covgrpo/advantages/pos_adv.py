@@ -63,7 +63,7 @@ class PosAdv(Method):
         if self.schedule == "entropy":
             moved = scale + (-self.step if entropy < self.target else self.step)
             self.remembered["scale"] = min(max(moved, 0.0), 1.0)
-        A_BT = torch.where(mask_BT, torch.where(A > 0, scale * A, A).float(), 0.0)
+        A_BT = rollout.tokens.spread(torch.where(A > 0, scale * A, A))
         tokens = int(rollout.lengths.sum())
         metrics = {
             "scale": scale,

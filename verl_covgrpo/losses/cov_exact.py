@@ -71,7 +71,7 @@ class ClipCovExact(Method):
         k = min(how_many(rollout, self.share), len(candidates))
         generator = np.random.default_rng((self.seed, rollout.step))
         drawn = candidates[generator.choice(len(candidates), size=k, replace=False)]
-        A_BT = torch.where(rollout.response_mask, A.float(), 0.0)
+        A_BT = rollout.tokens.spread(A)
         A_BT[drawn.row, drawn.column] = 0.0
         tokens = int(rollout.lengths.sum())
         metrics = {
@@ -122,7 +122,7 @@ class KLCovExact(Method):
             "tokens": float(tokens),
         }
         return Reweighted(
-            advantages=torch.where(rollout.response_mask, A.float(), 0.0),
+            advantages=rollout.tokens.spread(A),
             metrics=metrics,
             loss_fields={SELECTED: selected_BT},
         )

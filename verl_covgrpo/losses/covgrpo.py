@@ -45,7 +45,7 @@ class CovGRPOLoss(Method):
         """Return the base's advantages, and (B, 4) what the loss needs of each row's scope."""
         weighting = weigh(rollout, self.base_advantages(rollout), self.scope)
         return Reweighted(
-            advantages=torch.where(rollout.response_mask, weighting.A.float(), 0.0),
+            advantages=rollout.tokens.spread(weighting.A),
             metrics=weighting.metrics(),
             loss_fields={FROZEN: weighting.frozen},
         )

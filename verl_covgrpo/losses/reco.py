@@ -81,7 +81,7 @@ class ReCo(Method):
             "negative_weight": by_sign["negative_weight"],
             "tokens": float(tokens.count.sum()),
         }
-        w_BT = torch.where(rollout.response_mask, (w_B.unsqueeze(1) * A).float(), 0.0)
+        w_BT = tokens.spread(w_B.unsqueeze(1) * A)
         return Reweighted(advantages=w_BT, metrics=metrics)
 
     def policy_loss(self, micro: MicroBatch) -> Loss:

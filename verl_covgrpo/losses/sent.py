@@ -21,6 +21,7 @@ Shape suffixes: B responses, T columns, r rows and w columns of a chunk.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,18 +61,13 @@ class SENT(Method):
     def reweight(self, rollout: Rollout) -> Reweighted:
         """Return A, and (B, T) float32, beta of every token."""
         A, tokens = self.base_advantages(rollout), rollout.tokens
-        H = [
-            chunk.mask_(H_rw, tokens.mask, torch.inf)
-            for chunk, H_rw in zip(
-                tokens.chunks, tokens.pack(rollout.require("entropy")), strict=True
-            )
-        ]
-        below = quantile(H, self.entropy_quantile)
-        low = [H_rw < below for H_rw in H]
+        H = tokens.pack(rollout.require("entropy"))
+        valid = [chunk.take(tokens.mask) for chunk in tokens.chunks]
+        below = quantile(H, valid, self.entropy_quantile)
+        low = [(H_rw < below) & is_rw for H_rw, is_rw in zip(H, valid, strict=True)]
         c = covariances(rollout, A)
-        c_low = [c_rw.masked_fill(~low_rw, torch.inf) for c_rw, low_rw in zip(c, low, strict=True)]
         lows = sum(int(low_rw.sum()) for low_rw in low)
-        above = quantile(c_low, self.covariance_quantile) if lows else 0.0
+        above = quantile(c, low, self.covariance_quantile) if lows else 0.0
         beta_BT = stats.zeros(tokens.mask.shape, torch.float32, tokens.mask.device)
         held = 0
         for chunk, c_rw, low_rw in zip(tokens.chunks, c, low, strict=True):
@@ -88,7 +84,7 @@ class SENT(Method):
             "tokens": float(count),
         }
         return Reweighted(
-            advantages=torch.where(tokens.mask, A.float(), 0.0),
+            advantages=tokens.spread(A),
             metrics=metrics,
             loss_fields={BETA: beta_BT},
         )
@@ -101,8 +97,14 @@ class SENT(Method):
         return loss + micro.aggregate(kl, corrected=False), {**metrics, "sent_kl": micro.mean(kl)}
 
 
-def quantile(parts: list[torch.Tensor], q: float) -> float:
-    """Return the linear quantile of the values of chunks that are not infinite."""
-    flat = torch.cat([x_rw.flatten() for x_rw in parts]).cpu().numpy()
-    finite = flat[flat < np.inf]
-    return float(np.quantile(finite.astype(np.float64, copy=False), q))
+def quantile(parts: list[torch.Tensor], where: list[torch.Tensor], q: float) -> float:
+    """Return the linear quantile of the values of chunks at the places given."""
+    values = np.concatenate(
+        [x_rw.cpu().numpy()[is_rw.cpu().numpy()] for x_rw, is_rw in zip(parts, where, strict=True)]
+    )
+    place = q * (len(values) - 1)
+    low = math.floor(place)
+    values.partition(low)
+    below = float(values[low])
+    above = float(values[low + 1 :].min()) if low + 1 < len(values) else below
+    return below + (place - low) * (above - below)
