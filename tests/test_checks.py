@@ -162,6 +162,14 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
         ["+method=clip_cov_exact", "algorithm.clip_cov_exact.low=6.0"],
         ["clip_cov_exact.low is 6.0, above high, 5.0"],
     ),
+    "demonstrations and rollout correction": (
+        [
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=demonstration_agent",
+            "algorithm.rollout_correction.rollout_is=token",
+        ],
+        ["rollout_correction.rollout_is=token needs the rollout's log-probs", "delete it"],
+    ),
     "no judge score": (
         ["+method=dagrpo"],
         ["algorithm.dagrpo.score_key is not set", "algorithm.dagrpo.score_key=KEY"],

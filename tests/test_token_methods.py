@@ -484,9 +484,11 @@ BUSY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_order_of_rows_does_not_matter(name: str, seed: int) -> None:
-    batch = batch_of(seed, groups=10, columns=20)
+def test_the_order_of_rows_does_not_matter(name: str, dtype: torch.dtype, seed: int) -> None:
+    """In bfloat16 many tokens have the same covariance."""
+    batch = batch_of(seed, groups=10, columns=20, dtype=dtype)
     order = torch.randperm(len(batch["group"]), generator=torch.Generator().manual_seed(seed))
     expected = run(name, batch, **BUSY.get(name, {}))
     found = run(name, rows_of(batch, order), **BUSY.get(name, {}))
@@ -1081,17 +1083,17 @@ def test_a_split_into_micro_batches_adds_up(name: str) -> None:
     torch.testing.assert_close(torch.stack(parts).sum(), whole)
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"step": 1}])
-def test_another_seed_or_step_draws_other_tokens(change: dict[str, int]) -> None:
+def test_another_seed_or_step_draws_other_tokens() -> None:
     batch = batch_of(16, groups=20, columns=30)
-    parameters = {"share": 0.02, "low": 0.1}
-    first = run("clip_cov_exact", batch, **parameters).advantages
-    assert torch.equal(first, run("clip_cov_exact", batch, **parameters).advantages)
-    if "seed" in change:
-        other = run("clip_cov_exact", batch, **parameters, **change)
-    else:
-        other = run("clip_cov_exact", batch | change, **parameters)
-    assert not torch.equal(first, other.advantages)
+
+    def drawn(seed: int, step: int) -> torch.Tensor:
+        result = run("clip_cov_exact", batch | {"step": step}, share=0.02, low=0.1, seed=seed)
+        return result.advantages
+
+    draws = [drawn(seed, step) for seed in range(3) for step in range(3)]
+    assert torch.equal(draws[0], drawn(0, 0)) and torch.equal(draws[-1], drawn(2, 2))
+    for i, one in enumerate(draws):
+        assert not any(torch.equal(one, other) for other in draws[:i])
 
 
 # Errors

@@ -6,6 +6,7 @@
 - `advantage`: hands the whole batch to a method inside verl's V1 trainer
 - `loss`: makes what a method froze available to the loss in the workers
 - `memory`: saves and restores what a method remembers, with verl's checkpoint
+- `agent_loops`, `demonstration`: a verified demonstration as one of a group's responses
 - `hydra_path`: makes +method=NAME work on the stock command
 """
 

@@ -13,6 +13,7 @@ from verl_covgrpo.errors import MethodError, did_you_mean
 from verl_covgrpo.registry import Method
 from verl_covgrpo.seams import replace_function, require_all
 from verl_covgrpo.verl_hooks import base, selection
+from verl_covgrpo.verl_hooks.agent_loops import DEMONSTRATION
 from verl_covgrpo.verl_hooks.selection import MARKER, policy_loss_config
 
 ESTIMATOR = "algorithm.adv_estimator"
@@ -35,6 +36,7 @@ def check(config: DictConfig, use_reference_policy: bool) -> None:
     """
     _check_marker(config)
     _check_names(config)
+    _check_demonstrations(config)
     selected = selection.selection(config)
     _check_sections(config, selected)
     if not selected:
@@ -69,6 +71,20 @@ def _check_marker(config: DictConfig) -> None:
             raise MethodError(
                 f"+method={marker} sets {setting}={wanted}, but this launch sets "
                 f"{setting}={found}, which beats it: delete {setting}={found}"
+            )
+
+
+def _check_demonstrations(config: DictConfig) -> None:
+    """A demonstration was not sampled: what corrects for sampling has nothing to go by."""
+    agent = config.actor_rollout_ref.rollout.get("agent") or {}
+    if agent.get("default_agent_loop") != DEMONSTRATION:
+        return
+    correction = config.algorithm.get("rollout_correction") or {}
+    for setting in ("rollout_is", "rollout_rs", "bypass_mode"):
+        if correction.get(setting):
+            raise MethodError(
+                f"algorithm.rollout_correction.{setting}={correction[setting]} needs the rollout's "
+                f"log-probs, which a demonstration has not: delete it, or {DEMONSTRATION}"
             )
 
 

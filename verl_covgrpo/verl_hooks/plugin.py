@@ -17,13 +17,14 @@ from verl_covgrpo import verl_hooks
 def install() -> None:
     """Install every hook; none of them imports anything of verl that is not imported yet."""
     from verl_covgrpo import cpu
-    from verl_covgrpo.verl_hooks import advantage, checks, hydra_path, loss, memory
+    from verl_covgrpo.verl_hooks import advantage, agent_loops, checks, hydra_path, loss, memory
 
     checks.install()
     hydra_path.install()
     advantage.install()
     loss.install()
     memory.install()
+    agent_loops.install()
     if cpu.requested():
         cpu.install()
 
