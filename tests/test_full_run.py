@@ -178,6 +178,49 @@ def test_entropy_reference_and_a_policy_loss(prepared: dict[str, Any], tmp_path:
     assert second["ep_grpo/process_share"] > 0.0
 
 
+def test_a_demonstration_joins_its_group(prepared: dict[str, Any], tmp_path: Path) -> None:
+    """Every second prompt has one; a judge by rules scores all of them."""
+    task = TINY.task
+    found = {entry["question"]: entry for entry in data.problems(task.name, 64, 5, task.config)}
+    rows = data.reasoning_rows(task.name, list(found.values())[:16], "train")
+    for row in rows:
+        answer = row["reward_model"]["ground_truth"]
+        row["extra_info"]["demonstration"] = f"= {answer}" if row["extra_info"]["index"] % 2 else ""
+    run = launch.Run(
+        tmp_path / "run",
+        **prepared | {"train": data.write_parquet(rows, tmp_path / "train.parquet")},
+        method="dagrpo",
+        steps=1,
+        seed=3,
+        ranks=1,
+        overrides=(
+            "algorithm.dagrpo.score_key=judge",
+            "algorithm.dagrpo.delta=1.0",
+            "reward.custom_reward_function.path=pkg://verl_covgrpo.rewards.judge",
+            "reward.custom_reward_function.name=rule_score",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=demonstration_agent",
+            f"trainer.rollout_data_dir={tmp_path / 'dump'}",
+            "trainer.val_before_train=False",
+            "trainer.test_freq=-1",
+        ),
+    )
+    with run:
+        (step,) = (row["data"] for row in run.rows() if row is not None)
+    assert 0 <= step["dagrpo/kept_share"] <= 1
+    assert math.isfinite(step["dagrpo/judge_gap"]) and math.isfinite(step["actor/loss"])
+    lines = (tmp_path / "dump" / "1.jsonl").read_text().splitlines()
+    groups: dict[str, list[str]] = {}
+    for line in map(json.loads, lines):
+        groups.setdefault(line["input"], []).append(line["output"])
+    texts = {row["prompt"][0]["content"]: row["extra_info"]["demonstration"] for row in rows}
+    assert len(groups) == 16
+    for given, outputs in groups.items():
+        (wanted,) = (texts[text] for text in texts if f"{text}" in given)
+        shown = [output for output in outputs if output.startswith("= ")]
+        assert len(outputs) == 8
+        assert shown == ([wanted] if wanted else [])
+
+
 def test_a_killed_run_goes_on_with_its_memory(prepared: dict[str, Any], tmp_path: Path) -> None:
     """Three steps, a hard kill in the fourth, and a second launch that resumes."""
     kept = tmp_path / "checkpoints"
