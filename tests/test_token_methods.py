@@ -824,6 +824,37 @@ def test_clip_cov_drops_exactly_as_many_as_it_should(share: float, seed: int) ->
     assert len(dropped) == min(oracle.how_many(share, int(mask.sum())), len(candidates))
 
 
+@pytest.mark.parametrize("name", ["clip_cov_exact", "kl_cov_exact"])
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_of_equal_covariance_are_told_apart_without_the_row(name: str, seed: int) -> None:
+    """Each row's log-probs are alike but for the last, so that 24 tokens have the same c > 0."""
+    log_probs = torch.full((12, 5), -0.5)
+    log_probs[:, -1] = -1.0 - 0.01 * torch.arange(12)
+    batch = {
+        "rewards": torch.tensor([1.0, 0.0] * 6),
+        "response_mask": torch.ones(12, 5, dtype=torch.bool),
+        "group": [row // 6 for row in range(12)],
+        "old_log_probs": log_probs,
+    }
+    c = covariances_of(batch)
+    assert sum(x == c[0][0] for x in flat(c)) == 24 and sum(x > c[0][0] for x in flat(c)) == 6
+    parameters = {"share": 10 / 60} | ({"low": 0.0} if name == "clip_cov_exact" else {})
+
+    def chosen(order: torch.Tensor) -> torch.Tensor:
+        reordered_batch = rows_of(batch, order)
+        result = run(name, reordered_batch, **parameters)
+        if name == "clip_cov_exact":
+            return result.advantages != base_of(reordered_batch)
+        return result.loss_fields[cov_exact.SELECTED]
+
+    first = chosen(torch.arange(12))
+    assert int(first.sum()) == 10
+    if name == "kl_cov_exact":  # the 6 that are larger, and 4 of the 24
+        assert [c[i][t] for i, t in places(first, batch["response_mask"])].count(c[0][0]) == 4
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(chosen(order), first[order])
+
+
 def test_clip_cov_without_a_candidate_is_the_base() -> None:
     batch = batch_of(19)
     result = run("clip_cov_exact", batch, low=1e6, high=1e7)
@@ -954,9 +985,10 @@ def test_reco_on_policy_is_the_policy_gradient() -> None:
     torch.testing.assert_close(grad, -advantages)
 
 
-def test_reco_stays_finite_at_both_ends() -> None:
-    new = torch.tensor([[0.0, -50.0, 0.0, -50.0]]).requires_grad_()
-    old = torch.tensor([[-50.0, 0.0, 0.0, -50.0]])
+@pytest.mark.parametrize("far", [-50.0, -80.0, -500.0])
+def test_reco_stays_finite_at_both_ends(far: float) -> None:
+    new = torch.tensor([[0.0, far, 0.0, far]]).requires_grad_()
+    old = torch.tensor([[far, 0.0, 0.0, far]])
     grad = gradient_of("reco", micro(new, old, torch.ones(1, 4)))
     assert grad[0].tolist() == pytest.approx([-1.2, -0.8, -1.0, -1.0])
 
@@ -1165,3 +1197,29 @@ def test_parameters_out_of_range_are_refused(
 ) -> None:
     with pytest.raises(MethodError, match=words):
         build(name, **parameters)
+
+
+@pytest.mark.parametrize("name", ["clip_cov_exact", "kl_cov_exact"])
+def test_a_complete_tie_is_broken_by_the_prompt(name: str) -> None:
+    """Alike in everything but the prompt: the same prompt is chosen in any order of rows."""
+    batch: dict[str, Any] = {
+        "rewards": torch.tensor([1.0, 0.0, 1.0, 0.0]),
+        "group": ["b", "b", "a", "a"],
+        "response_mask": torch.ones(4, 1, dtype=torch.bool),
+        "old_log_probs": torch.tensor([[-0.1], [-1.0], [-0.1], [-1.0]]),
+    }
+    parameters: dict[str, Any] = {"share": 0.25} | (
+        {"low": 0.0} if name == "clip_cov_exact" else {}
+    )
+    chosen = set()
+    for order in ([0, 1, 2, 3], [2, 3, 0, 1], [3, 1, 0, 2]):
+        moved = rows_of(batch, torch.tensor(order))
+        result = run(name, moved, **parameters)
+        if name == "kl_cov_exact":
+            marked = result.loss_fields[cov_exact.SELECTED].any(dim=1)
+        else:
+            marked = (result.advantages == 0).any(dim=1)
+        assert int(marked.sum()) == 1
+        row = int(marked.nonzero())
+        chosen.add((moved["group"][row], float(moved["rewards"][row])))
+    assert len(chosen) == 1

@@ -14,8 +14,8 @@ Where this comes from
     Our choice: that tokens are chosen once, over the whole batch and under pi_old, where verl's
     `clip_cov` and `kl_cov` choose in every micro-batch of every rank, under the current policy. The
     draw is among tokens in a canonical order (by c, then l, then the place in the response, then
-    the response's mean l), with a generator seeded by (seed, step): neither row order nor ranks
-    matter. Dropped tokens still count in the denominator of the loss.
+    the response's mean l, then the prompt's id), with a generator seeded by (seed, step): neither
+    row order nor ranks matter. Dropped tokens still count in the denominator of the loss.
 
 Shape suffixes: B responses, T columns, r rows and w columns of a chunk, K chosen tokens.
 """
@@ -168,7 +168,9 @@ class Chosen:
             ranks.append(chunk.ranks(tokens.mask).expand(c_rw.shape)[row, column])
         row, column, value = torch.cat(rows), torch.cat(columns), torch.cat(values)
         keys = (mean_B[row], torch.cat(ranks), l_BT[row, column].double(), value)
-        order = np.lexsort([key.cpu().numpy() for key in keys])
+        _, prompt_B = np.unique([str(prompt) for prompt in rollout.group], return_inverse=True)
+        last_resort = prompt_B[row.cpu().numpy()]
+        order = np.lexsort([last_resort, *(key.cpu().numpy() for key in keys)])
         return cls(row, column, value)[order]
 
     def __len__(self) -> int:
