@@ -12,10 +12,10 @@ and lref = log pi_ref of the sampled token, A the base advantage, z(x) = (x - me
 Where this comes from
     [paper] Three failures of GRPO: uniform granularity, uniform polarity, and the collapse of
     groups whose rewards are all equal.
-    As described in secondary notes: W as in erpo with gamma = 5, d, s, p (t counts; 0 where the sum
-    is 0), the buckets.
-    Our choice: A', eta = 0.2 and K = 10; p = 1 falls into the last bucket; a response is right if
-    its score is above `success_threshold`; the floors of z as in erpo.
+    As described in secondary notes: W as in erpo with gamma = 5, d, p (t counts; 0 where the sum is
+    0), the buckets, p = 1 falling into the last.
+    Our choice: A', s, eta = 0.2 and K = 10; a response is right if its score is above
+    `success_threshold`; the floors of z as in erpo.
 
 Shape suffixes: B responses, r rows and w columns of a chunk.
 """
