@@ -177,10 +177,9 @@ def sample(
     """Return n answers to each prompt, sampled through vLLM with its progress bar."""
     from vllm import LLM, SamplingParams
 
+    # The seed is the engine's: one per request needs generators that vLLM's CPU sampler lacks.
     llm = LLM(model=model, seed=seed, **engine)
-    parameters = SamplingParams(
-        n=n, temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed
-    )
+    parameters = SamplingParams(n=n, temperature=temperature, top_p=top_p, max_tokens=max_tokens)
     prompts: Any = [list(row["prompt"]) for row in rows]
     outputs = llm.chat(prompts, parameters)
     return [[answer.text for answer in output.outputs] for output in outputs]
