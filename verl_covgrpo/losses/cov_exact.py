@@ -11,7 +11,8 @@ and r = pi_theta / pi_old:
 
 Where this comes from
     [paper and its authors' code] Both rules and their defaults.
-    Our choice: that tokens are chosen once, over the whole batch and under pi_old, where verl's
+    Our choice: that the bounds low and high are included (the authors' code leaves them out); that
+    tokens are chosen once, over the whole batch and under pi_old, where verl's
     `clip_cov` and `kl_cov` choose in every micro-batch of every rank, under the current policy. The
     draw is among tokens in a canonical order (by c, then l, then the place in the response, then
     the response's mean l, then the prompt's id), with a generator seeded by (seed, step): neither

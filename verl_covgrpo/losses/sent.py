@@ -12,7 +12,8 @@ and quantiles over the valid tokens of the whole batch:
 Where this comes from
     As described in secondary notes: the two entropies, T_low, the two coefficients, the KL.
     Our choice: the numbers (0.8, 0.8, 0.2, 0.05), linear quantiles, strict comparisons; the
-    thresholds come from the whole batch, under pi_old. An empty T_low gives 0 everywhere.
+    thresholds come from the whole batch, under pi_old. An empty T_low gives 0 everywhere; d is
+    bounded to [-20, 20], against overflow; rollout correction's weights leave the KL alone.
 
 Its authors' code exists, and differs from the text. The curriculum is a command of its own.
 
