@@ -39,15 +39,10 @@ class Covariance:
     """(S,) 0 where every weight is 1."""
 
 
-def covariance_of(
-    rollout: Rollout, A: torch.Tensor, scopes: Scopes
-) -> tuple[Covariance, list[torch.Tensor]]:
-    """Return the means of l and A and the std of c over each scope, and l in chunks.
-
-    A is (B, 1) or (B, T).
-    """
+def covariance_of(rollout: Rollout, A: torch.Tensor, scopes: Scopes) -> Covariance:
+    """Return the means of l and A and the std of c over each scope; A is (B, 1) or (B, T)."""
     tokens = rollout.tokens
-    l, l_rows = stats.pack_with_moments(rollout.require("old_log_probs"), tokens)  # noqa: E741
+    l_rows = stats.row_moments(rollout.require("old_log_probs"), tokens)
     mean_l_S = scopes.mean(l_rows)
     if A.shape[1] == 1:
         A_B = A.squeeze(1).double()
@@ -60,14 +55,14 @@ def covariance_of(
         low_B = torch.where(has_tokens_B, A_B, torch.inf)
         high_B = torch.where(has_tokens_B, A_B, -torch.inf)
     else:
-        _, A_rows = stats.pack_with_moments(A, tokens)
+        A_rows = stats.row_moments(A, tokens)
         mean_A_S = scopes.mean(A_rows)
         c_rows = product_moments(rollout, A, mean_l_S[scopes.index], mean_A_S[scopes.index])
         low_B, high_B = stats.row_extremes(A, tokens)
     constant_S = scopes.constant(low_B, high_B)
     s_S = torch.where(constant_S, 0.0, scopes.variance(c_rows).sqrt())
     inv_s_S = torch.where(s_S < STD_FLOOR, 0.0, 1 / s_S)
-    return Covariance(mean_l_S, mean_A_S, s_S, inv_s_S), l
+    return Covariance(mean_l_S, mean_A_S, s_S, inv_s_S)
 
 
 def product_moments(
@@ -82,7 +77,7 @@ def product_moments(
         c_rw = chunk.take(l_BT).double().sub_(mean_l_B[rows, None])
         c_rw.mul_(chunk.take(A_BT).double().sub_(mean_A_B[rows, None]))
         c_rw.sub_(pivot_B[rows, None])
-        moments.add(chunk.mask_(c_rw, tokens.mask, 0.0))
+        moments.add(chunk.mask_(c_rw, 0.0))
     return moments.result()
 
 
@@ -90,10 +85,10 @@ def covariances(rollout: Rollout, A: torch.Tensor) -> list[torch.Tensor]:
     """Return c of every chunk over the whole batch, (r, w) float64; -inf where the mask is 0."""
     tokens = rollout.tokens
     batch = Scopes(torch.zeros_like(rollout.group_index), 1)
-    covariance, l = covariance_of(rollout, A, batch)  # noqa: E741
+    covariance = covariance_of(rollout, A, batch)
     a = A.double() - covariance.mean_A
     c = []
-    for chunk, l_rw in zip(tokens.chunks, l, strict=True):
-        c_rw = l_rw.double().sub_(covariance.mean_l).mul_(chunk.take(a))
-        c.append(chunk.mask_(c_rw, tokens.mask, -torch.inf))
+    for chunk, l_rw in tokens.each(rollout.require("old_log_probs")):
+        c_rw = l_rw.to(torch.float64, copy=True).sub_(covariance.mean_l).mul_(chunk.take(a))
+        c.append(chunk.mask_(c_rw, -torch.inf))
     return c

@@ -42,13 +42,14 @@ def entropy_gate(rollout: Rollout, gamma: float) -> list[torch.Tensor]:
     """
     tokens, H_BT = rollout.tokens, rollout.require("entropy")
     scopes = groups.of(rollout)
-    W, rows = stats.pack_with_moments(H_BT, tokens)
+    rows = stats.row_moments(H_BT, tokens)
     mean_B = scopes.mean(rows)[scopes.index]
     slope_B = (gamma * inverse_std(scopes.variance(rows), ENTROPY_FLOOR))[scopes.index]
     scratch = stats.Scratch(torch.float64, H_BT.device)
+    W = tokens.pack(H_BT)
     for chunk, H_rw in zip(tokens.chunks, W, strict=True):
         z_rw = scratch.copy(H_rw).sub_(mean_B[chunk.rows, None]).mul_(slope_B[chunk.rows, None])
-        chunk.mask_(H_rw.copy_(z_rw).sigmoid_(), tokens.mask, 0.0)
+        chunk.mask_(H_rw.copy_(z_rw).sigmoid_(), 0.0)
     return W
 
 
@@ -57,7 +58,7 @@ def log_ratios(rollout: Rollout) -> list[torch.Tensor]:
     tokens, ref_BT = rollout.tokens, rollout.require("ref_log_probs")
     s = tokens.pack(rollout.require("old_log_probs"))
     for chunk, s_rw in zip(tokens.chunks, s, strict=True):
-        chunk.mask_(s_rw.sub_(chunk.take(ref_BT)), tokens.mask, 0.0)
+        chunk.mask_(s_rw.sub_(chunk.take(ref_BT)), 0.0)
     return s
 
 
@@ -79,7 +80,7 @@ def buckets_by_rank(rollout: Rollout, size: int) -> Buckets:
     of_column = []
     for chunk in tokens.chunks:
         # The quotient of two integers below 2^53, rounded once, has the right floor.
-        share_rw = (size * chunk.ranks(tokens.mask)).double() / tokens.count[chunk.rows, None]
+        share_rw = (size * chunk.ranks).double() / tokens.count[chunk.rows, None]
         of_column.append(share_rw.clamp_(0, size - 1).to(torch.int16))
     return Buckets(size, of_column)
 
@@ -93,7 +94,7 @@ def buckets_by_progress(rollout: Rollout, size: int) -> Buckets:
     scratch = stats.Scratch(torch.float64, H_BT.device)
     of_column = []
     for chunk in tokens.chunks:
-        H_rw = chunk.mask_(chunk.take(H_BT), tokens.mask, 0.0).clamp_(min=0)
+        H_rw = chunk.mask_(chunk.take(H_BT), 0.0).clamp_(min=0)
         spent_rw = scratch.like(H_rw)
         torch.cumsum(H_rw, dim=1, dtype=torch.float64, out=spent_rw)
         whole_r1 = spent_rw[:, -1:]
@@ -137,7 +138,7 @@ def standardise_(
             of_token_rw = scratch.like(x_rw)
             torch.gather(table[group_r], 1, bucket64_rw, out=of_token_rw)
             apply_(of_token_rw)
-        chunk.mask_(x_rw, tokens.mask, 0.0)
+        chunk.mask_(x_rw, 0.0)
 
 
 class Runs:

@@ -133,7 +133,7 @@ def discounts(rollout: Rollout, alpha: float, inclusive: bool) -> list[torch.Ten
     tokens, log_V = rollout.tokens, log_vocabulary(rollout)
     D = []
     for chunk, H_rw in zip(tokens.chunks, tokens.pack(rollout.require("entropy")), strict=True):
-        chunk.mask_(H_rw, tokens.mask, 0.0)
+        chunk.mask_(H_rw, 0.0)
         low, high = (float(x) for x in H_rw.aminmax())
         if low < -ROUNDING * log_V or high > (1 + ROUNDING) * log_V:
             raise MethodError(
@@ -146,7 +146,7 @@ def discounts(rollout: Rollout, alpha: float, inclusive: bool) -> list[torch.Ten
         if not inclusive:
             D_rw = D_rw.roll(1, dims=1)
             D_rw[:, 0] = 1.0
-        D.append(chunk.mask_(D_rw, tokens.mask, 0.0))
+        D.append(chunk.mask_(D_rw, 0.0))
     return D
 
 
@@ -192,7 +192,7 @@ def decay_by_position_(rollout: Rollout, A: torch.Tensor, w: list[torch.Tensor])
     tokens = rollout.tokens
     added_T = torch.zeros(tokens.mask.shape[1], dtype=torch.float64, device=tokens.mask.device)
     count_T = torch.zeros_like(added_T)
-    places = [chunk.ranks(tokens.mask).clamp_(min=0) for chunk in tokens.chunks]
+    places = [chunk.ranks.clamp_(min=0) for chunk in tokens.chunks]
     for rank, negative, w_rw in zip(places, negatives(rollout, A), w, strict=True):
         rank_rw = rank.expand(w_rw.shape)
         added_T.index_add_(0, rank_rw.flatten(), (w_rw * negative).flatten())

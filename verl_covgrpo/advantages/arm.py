@@ -79,7 +79,7 @@ def confidences(rollout: Rollout, share: float) -> torch.Tensor:
     l_BT, tokens = rollout.require("old_log_probs"), rollout.tokens
     means = []
     for chunk, l_rw in zip(tokens.chunks, tokens.pack(l_BT), strict=True):
-        chunk.mask_(l_rw, tokens.mask, torch.inf)
+        chunk.mask_(l_rw, torch.inf)
         count_r1 = torch.ceil(share * tokens.count[chunk.rows, None].double() - 1e-9).long()
         count_r1.clamp_(min=1)
         lowest_rw = _sorted(l_rw)[:, : int(count_r1.amax())].double()

@@ -64,8 +64,9 @@ class CovGRPO(Method):
 
     def reweight(self, rollout: Rollout) -> Reweighted:
         """Return A' = w~ A."""
-        weighting = weigh(rollout, self.base_advantages(rollout), self.scope)
-        return Reweighted(metrics=weighting.metrics(), advantages=weighting.weighted_advantages_())
+        weighted_BT = rollout.tokens.zeros()
+        weighting = weigh(rollout, self.base_advantages(rollout), self.scope, weighted_BT)
+        return Reweighted(advantages=weighted_BT, metrics=weighting.metrics())
 
 
 # The formula
@@ -99,15 +100,13 @@ def kernel_(u: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Weighting:
-    """The kernel of every token, and what it adds up to in each row, (B,) float64."""
+    """What the kernel adds up to in each row, (B,) float64, and in the batch."""
 
     rollout: Rollout
     A: torch.Tensor
     """(B, 1) or (B, T) base advantages."""
     scopes: Scopes
     covariance: Covariance
-    kernel: list[torch.Tensor]
-    """(r, w) w of each chunk, 0 where the mask is 0."""
     w: torch.Tensor
     w_square: torch.Tensor
     w_positive: torch.Tensor
@@ -134,19 +133,6 @@ class Weighting:
         c = self.covariance
         return torch.stack((c.mean_l, c.mean_A, c.inv_s, self.norm), dim=1)[self.scopes.index]
 
-    def weighted_advantages_(self) -> torch.Tensor:
-        """Return A' = w~ A, (B, T) float32; uses up the kernel."""
-        norm_B1 = self.norm[self.scopes.index].unsqueeze(1)
-        mask_BT = self.rollout.response_mask
-        weighted_BT = stats.zeros(mask_BT.shape, torch.float32, mask_BT.device)
-        for chunk, w_rw in zip(self.rollout.tokens.chunks, self.kernel, strict=True):
-            A = chunk.take(self.A)
-            if A.shape[1] > 1:
-                chunk.mask_(A, mask_BT, 0.0)
-            w_rw.mul_((norm_B1[chunk.rows] * A).to(w_rw.dtype))
-            chunk.put(w_rw.float(), weighted_BT)
-        return weighted_BT
-
     def metrics(self) -> dict[str, float]:
         """Return the metrics of `CovGRPO`, all but the time."""
         tokens = int(self.rollout.lengths.sum())
@@ -172,63 +158,75 @@ class Weighting:
         }
 
 
-def weigh(rollout: Rollout, A: torch.Tensor, scope: Scope) -> Weighting:
-    """Return the weighting of a rollout under base advantages A, (B, 1) or (B, T)."""
+def weigh(
+    rollout: Rollout, A: torch.Tensor, scope: Scope, weighted_BT: torch.Tensor | None = None
+) -> Weighting:
+    """Return the weighting of a rollout under base advantages A, (B, 1) or (B, T).
+
+    A' = w~ A of the valid tokens is written to `weighted_BT`, float32 zeros, if there is one.
+    """
     if scope == "batch":
         scopes = Scopes(torch.zeros_like(rollout.group_index), 1)
     else:
         scopes = Scopes(rollout.group_index, rollout.num_groups)
-    covariance, l = covariance_of(rollout, A, scopes)  # noqa: E741
-    weighting = apply_kernel_(rollout, l, A, scopes, covariance)
+    covariance = covariance_of(rollout, A, scopes)
+    weighting = apply_kernel(rollout, A, scopes, covariance, weighted_BT)
     vanished_S = scopes.add(weighting.w) < KERNEL_FLOOR * scopes.add(rollout.lengths)
     if bool(vanished_S.any()):
         inv_s_S = torch.where(vanished_S, 0.0, covariance.inv_s)
         covariance = replace(covariance, inv_s=inv_s_S)
-        l = rollout.tokens.pack(rollout.require("old_log_probs"))  # noqa: E741
-        weighting = apply_kernel_(rollout, l, A, scopes, covariance)
+        weighting = apply_kernel(rollout, A, scopes, covariance, weighted_BT)
+    if weighted_BT is not None:
+        weighted_BT.mul_(weighting.norm[scopes.index].float().unsqueeze(1))
     return weighting
 
 
-def apply_kernel_(
+def apply_kernel(
     rollout: Rollout,
-    l: list[torch.Tensor],  # noqa: E741
     A: torch.Tensor,
     scopes: Scopes,
     covariance: Covariance,
+    weighted_BT: torch.Tensor | None,
 ) -> Weighting:
-    """Turn the log-probs, in chunks, into w, in place, and return what w adds up to."""
-    tokens, frozen = rollout.tokens, (covariance.mean_l, covariance.mean_A, covariance.inv_s)
-    frozen_B3 = torch.stack(frozen, dim=1)[scopes.index]
+    """Return what w adds up to, and write w A to the valid tokens of `weighted_BT`."""
+    tokens = rollout.tokens
+    frozen_S3 = torch.stack((covariance.mean_l, covariance.mean_A, covariance.inv_s), dim=1)
+    frozen_B3 = frozen_S3[scopes.index]
     count = stats.Counter(frozen_B3.device)
     scratch64 = stats.Scratch(torch.float64, frozen_B3.device)
     sums, norms, signed = [], [], []
-    suppressed = high = low = 0
-    for chunk, l_rw in zip(tokens.chunks, l, strict=True):
+    suppressed = high = low = masked = 0
+    log_probs, frozen = tokens.each(rollout.require("old_log_probs")), tokens.split(frozen_B3)
+    for (chunk, l_rw), frozen_r3 in zip(log_probs, frozen, strict=True):
         A_rw = chunk.take(A)
-        mean_l_r1, mean_A_r1, inv_s_r1 = frozen_B3[chunk.rows].split(1, dim=1)
+        mean_l_r1, mean_A_r1, inv_s_r1 = frozen_r3.split(1, dim=1)
         u_rw = standardised_covariance_(l_rw, mean_l_r1, A_rw, mean_A_r1, inv_s_r1)
         # An infinite u has the kernel 0, so that nothing below has to look at the mask.
-        chunk.mask_(u_rw, tokens.mask, -torch.inf)
+        chunk.mask_(u_rw, -torch.inf)
         high += count.above(u_rw, 2.0)
         low += count.below(u_rw, -2.0)
-        kernel_rw = kernel_(u_rw)
-        suppressed += count.below(kernel_rw, SUPPRESSED)
-        w_rw = scratch64.copy(kernel_rw)
-        sums.append(w_rw.sum(dim=1))
-        norms.append(torch.linalg.vector_norm(w_rw, dim=1))
+        w_rw = kernel_(u_rw)
+        suppressed += count.below(w_rw, SUPPRESSED)
+        masked += w_rw.numel()
+        w64_rw = scratch64.copy(w_rw)
+        sums.append(w64_rw.sum(dim=1))
+        norms.append(torch.linalg.vector_norm(w64_rw, dim=1))
         if A.shape[1] > 1:
             mask_rw = chunk.take(tokens.mask)
             signed.append(
                 torch.stack(
                     [
-                        ((A_rw > 0) * w_rw).sum(dim=1),
-                        ((A_rw < 0) * w_rw).sum(dim=1),
+                        ((A_rw > 0) * w64_rw).sum(dim=1),
+                        ((A_rw < 0) * w64_rw).sum(dim=1),
                         ((A_rw > 0) & mask_rw).sum(dim=1),
                         ((A_rw < 0) & mask_rw).sum(dim=1),
                     ]
                 )
             )
-    masked = sum(w_rw.numel() for w_rw in l) - int(tokens.count.sum())
+            chunk.mask_(A_rw, 0.0)
+        if weighted_BT is not None:
+            chunk.put(w_rw.mul_(A_rw).float(), weighted_BT)
+    masked -= int(tokens.count.sum())
     w_B = tokens.unpack_rows(sums)
     if A.shape[1] > 1:
         signed_4B = [tokens.unpack_rows(parts) for parts in zip(*signed, strict=True)]
@@ -241,7 +239,6 @@ def apply_kernel_(
         A=A,
         scopes=scopes,
         covariance=covariance,
-        kernel=l,
         w=w_B,
         w_square=tokens.unpack_rows(norms).square(),
         w_positive=w_positive_B,

@@ -68,7 +68,7 @@ class EPGRPO(Method):
         for chunk, s_rw in zip(tokens.chunks, ds, strict=True):
             differ_r1, outcome_r1 = differ_B[chunk.rows, None], outcome_B[chunk.rows, None]
             d = torch.where(differ_r1, chunk.take(A).sign(), outcome_r1)
-            chunk.mask_(s_rw.mul_(d), tokens.mask, 0.0)
+            chunk.mask_(s_rw.mul_(d), 0.0)
         by_progress = signals.buckets_by_progress(rollout, self.buckets)
         signals.standardise_(rollout, ds, by_progress, self.signal_floor)
         process = [z_rw.mul_(self.eta) for z_rw in ds]

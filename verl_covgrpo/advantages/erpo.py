@@ -70,7 +70,7 @@ class ERPO(Method):
         for chunk, process_rw, W_rw in zip(tokens.chunks, process, W, strict=True):
             process_rw.mul_(chunk.take(A).sign_()).mul_(W_rw).mul_(self.eta)
             if A.shape[1] > 1:  # then it may hold anything where the mask is 0
-                chunk.mask_(process_rw, tokens.mask, 0.0)
+                chunk.mask_(process_rw, 0.0)
         metrics = signals.signal_metrics(rollout, W, process)
         if not self.gate_outcome:
             W = tokens.pack(tokens.mask)

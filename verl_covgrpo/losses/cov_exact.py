@@ -159,14 +159,14 @@ class Chosen:
     def of(cls, rollout: Rollout, c: list[torch.Tensor], keep: list[torch.Tensor]) -> Chosen:
         """Return the tokens of chunks where `keep` is true."""
         l_BT, tokens = rollout.require("old_log_probs"), rollout.tokens
-        mean_B = stats.pack_with_moments(l_BT, tokens)[1].mean
+        mean_B = stats.row_moments(l_BT, tokens).mean
         rows, columns, values, ranks = [], [], [], []
         for chunk, c_rw, keep_rw in zip(tokens.chunks, c, keep, strict=True):
             row, column = keep_rw.nonzero(as_tuple=True)
             rows.append(chunk.rows[row])
             columns.append(column)
             values.append(c_rw[row, column])
-            ranks.append(chunk.ranks(tokens.mask).expand(c_rw.shape)[row, column])
+            ranks.append(chunk.ranks.expand(c_rw.shape)[row, column])
         row, column, value = torch.cat(rows), torch.cat(columns), torch.cat(values)
         keys = (mean_B[row], torch.cat(ranks), l_BT[row, column].double(), value)
         _, prompt_B = np.unique([str(prompt) for prompt in rollout.group], return_inverse=True)

@@ -104,8 +104,7 @@ def response_weights(rollout: Rollout) -> torch.Tensor:
     In log space, since a long mean of a small probability leaves float range.
     """
     l_BT, tokens = rollout.require("old_log_probs"), rollout.tokens
-    _, l_rows = stats.pack_with_moments(l_BT, tokens)
-    surprise_B = -l_rows.mean
+    surprise_B = -stats.row_moments(l_BT, tokens).mean
     surprise_B = torch.where(tokens.count > 0, surprise_B, -torch.inf)
     scopes = groups.of(rollout)
     largest_G = scopes.greatest(surprise_B)

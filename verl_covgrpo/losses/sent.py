@@ -28,7 +28,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from verl_covgrpo import stats
 from verl_covgrpo.covariance import covariances
 from verl_covgrpo.micro_batch import Loss, MicroBatch
 from verl_covgrpo.registry import Method, parameter, register
@@ -69,7 +68,7 @@ class SENT(Method):
         c = covariances(rollout, A)
         lows = sum(int(low_rw.sum()) for low_rw in low)
         above = quantile(c, low, self.covariance_quantile) if lows else 0.0
-        beta_BT = stats.zeros(tokens.mask.shape, torch.float32, tokens.mask.device)
+        beta_BT = tokens.zeros()
         held = 0
         for chunk, c_rw, low_rw in zip(tokens.chunks, c, low, strict=True):
             high_rw = low_rw & (c_rw > above)
