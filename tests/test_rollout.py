@@ -34,9 +34,29 @@ def test_what_a_rollout_knows() -> None:
     assert torch.equal(rollout.scores, rollout.rewards)
 
 
-def test_the_first_token_may_be_anywhere() -> None:
-    mask = torch.tensor([[0, 0, 1], [0, 1, 1], [0, 0, 0]])
-    assert Rollout(**fields(response_mask=mask)).tokens.first.tolist() == [2, 1, 0]
+# A byte holds 255, two bytes 65535: counts must not wrap around.
+@pytest.mark.parametrize("columns", [1, 2, 7, 255, 256, 257, 65_535, 65_536])
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64])
+def test_where_the_tokens_are(columns: int, kind: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    wide_BT = torch.rand(7, 2 * columns, generator=generator) < 0.7
+    mask_BT = wide_BT[:, ::2]  # rows 4 to 6 stay at random, and nothing is contiguous
+    mask_BT[0], mask_BT[1] = True, False
+    mask_BT[2] = torch.arange(columns) <= columns // 2
+    mask_BT[3] = torch.arange(columns) >= columns // 2
+    rollout = Rollout(rewards=torch.zeros(7), response_mask=mask_BT.to(kind), group=["a"] * 7)
+    tokens = rollout.tokens
+    for row, bits in enumerate(mask_BT.tolist()):
+        places = [place for place, bit in enumerate(bits) if bit]
+        assert int(tokens.count[row]) == len(places)
+        assert int(tokens.end[row]) == (places[-1] + 1 if places else 0)
+        assert int(tokens.first[row]) == (places[0] if places else 0)
+    for chunk in tokens.chunks:
+        valid_rw = mask_BT[chunk.rows][:, : chunk.width]
+        ones_rw = torch.ones(valid_rw.shape)
+        assert torch.equal(chunk.mask_(ones_rw, 0.0), valid_rw.float())
+        ranks_rw = (valid_rw.cumsum(1) - 1)[valid_rw]
+        assert torch.equal(chunk.ranks.expand(valid_rw.shape)[valid_rw], ranks_rw)
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.int32, torch.uint8, torch.float32])

@@ -77,15 +77,12 @@ class Rollout:
     """Number of groups, those without a valid token included."""
 
     def __post_init__(self) -> None:
-        with stats.one_thread():
-            self._check()
-
-    def _check(self) -> None:
         mask_BT = torch.as_tensor(self.response_mask)
         if mask_BT.ndim != 2:
             raise MethodError(f"response_mask must be (B, T), but its shape is {_shape(mask_BT)}")
         try:
-            tokens = stats.tokens_of(mask_BT)
+            with stats.one_thread():
+                tokens = stats.tokens_of(mask_BT)
         except stats.NotBoolean as error:
             raise MethodError(f"response_mask must be boolean or 0/1, but has {error}") from None
         if not bool(tokens.count.any()):
