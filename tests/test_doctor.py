@@ -70,7 +70,7 @@ def test_a_worker_without_the_plugin(well: Report, monkeypatch: pytest.MonkeyPat
         worker = make_probe()()
     status, text = examine(worker, monkeypatch)
     assert status == 1
-    assert "Ray worker: verl-covgrpo is not installed here: pip install verl-covgrpo" in text
+    assert "Ray worker: verl-covgrpo is not installed here: install it as on the driver" in text
     assert "verl-covgrpo is missing on Ray worker" in text
     assert "all well" not in text
 
@@ -166,7 +166,7 @@ importlib.metadata.version = version
 print(pickle.loads(base64.b64decode({sent!r}))()["problems"])
 """
     done = child("-c", code, cwd=tmp_path)
-    problem = "verl-covgrpo is not installed here: pip install verl-covgrpo"
+    problem = "verl-covgrpo is not installed here: install it as on the driver"
     assert done.stdout.splitlines()[-1:] == [str([problem])], done.stderr
 
 

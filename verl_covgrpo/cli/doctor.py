@@ -64,7 +64,7 @@ def make_probe() -> Callable[[], Report]:
             problems.append("verl is not installed: pip install verl==0.9.1")
             return found
         if not versions["verl-covgrpo"]:
-            problems.append("verl-covgrpo is not installed here: pip install verl-covgrpo")
+            problems.append("verl-covgrpo is not installed here: install it as on the driver")
         if not versions["TransferQueue"]:
             problems.append(
                 "verl's V1 trainer needs TransferQueue: pip install TransferQueue==0.1.11"
