@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -375,6 +376,15 @@ def test_metrics_of_gate_and_process(name: str, kind: str, seed: int) -> None:
         assert 0 < sum(revived) < sum(adds)
         expected["revived_share"] = mean(revived)
     assert measured(run(name, batch)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_std_of_a_gate_that_hardly_varies() -> None:
+    batch = batch_of(0, groups=150, columns=900)
+    gate = flat(oracle.entropy_gate(rows(batch, "entropy"), batch["group"], 0.01))
+    expected = statistics.pstdev(gate)
+    assert expected < 0.003
+    found = run("erpo", batch, gamma=0.01).metrics["gate_std"]
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("cap", [1.1, 5.0])

@@ -108,7 +108,7 @@ def add_up(parts: Sequence[torch.Tensor]) -> float:
 
 def add_up_squares(parts: Sequence[torch.Tensor]) -> float:
     """Return the squares of all values of chunks, added up."""
-    return sum(float(torch.linalg.vector_norm(x_rw)) ** 2 for x_rw in parts)
+    return sum(float(torch.linalg.vector_norm(x_rw, dtype=torch.float64)) ** 2 for x_rw in parts)
 
 
 @dataclass(frozen=True)
