@@ -42,6 +42,41 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
         [f"{LOSS}.loss_mode=cov_grpo"],
         [f"{LOSS}.loss_mode=cov_grpo is unknown", "did you mean 'covgrpo'"],
     ),
+    "estimator that is only a key": (
+        ["algorithm.adv_estimator=covgrpo_loss"],
+        ["algorithm.adv_estimator=covgrpo_loss is no value", "use +method=covgrpo_loss"],
+    ),
+    "estimator that is a loss": (
+        ["algorithm.adv_estimator=kl_cov_exact"],
+        ["algorithm.adv_estimator=kl_cov_exact is no value", "use +method=kl_cov_exact"],
+    ),
+    "loss that is only a key": (
+        [f"{LOSS}.loss_mode=covgrpo_loss"],
+        [f"{LOSS}.loss_mode=covgrpo_loss is no value", "use +method=covgrpo_loss"],
+    ),
+    "loss that is an estimator": (
+        [f"{LOSS}.loss_mode=ARM"],
+        [f"{LOSS}.loss_mode=ARM is no value", "use +method=arm"],
+    ),
+    "estimator in capitals": (
+        ["algorithm.adv_estimator=COVGRPO"],
+        ["algorithm.adv_estimator=COVGRPO is unknown", "did you mean 'covgrpo'"],
+    ),
+    "loss in capitals": (
+        [f"{LOSS}.loss_mode=CovGRPO"],
+        [f"{LOSS}.loss_mode=CovGRPO is unknown", "did you mean 'covgrpo'"],
+    ),
+    "class of a loss that is not selected": (
+        [f"+{LOSS}._target_={TARGET}", f"+{LOSS}.scope=group"],
+        [f"{LOSS}._target_ is that of covgrpo_loss", f"set {LOSS}.loss_mode=covgrpo"],
+    ),
+    "class of another loss": (
+        [
+            f"+{LOSS}._target_={TARGET.replace('covgrpo_loss', 'sent')}",
+            f"{LOSS}.loss_mode=covgrpo",
+        ],
+        [f"{LOSS}._target_ is that of sent", f"set {LOSS}.loss_mode=sent"],
+    ),
     "marker near ours": (
         ["+algorithm.method=covgrop"],
         ["unknown method 'covgrop'", "did you mean 'covgrpo'"],
@@ -252,6 +287,7 @@ def test_a_moved_seam_stops_our_methods_alone(monkeypatch: pytest.MonkeyPatch) -
     "overrides",
     [
         ["algorithm.adv_estimator=somebodys_own"],
+        ["algorithm.adv_estimator=dr_grpo"],
         [f"{LOSS}.loss_mode=somebodys_own"],
         ["+algorithm.somebodys_own.knob=1"],
         ["+algorithm.somebodys_own=???"],

@@ -428,7 +428,7 @@ def test_the_loss_is_finite_whatever_the_log_probs() -> None:
     advantages = torch.tensor([[1.0, 0.5, torch.nan], [1.0, 0.5, torch.nan], [torch.nan] * 3])
     mask = torch.tensor([[1, 1, 0], [1, 1, 0], [0, 0, 0]])
     result = weights(log_probs, advantages, mask, frozen)
-    assert result.tolist() == [[0.0, 1.0, 1.0], [1.0] * 3, [1.0] * 3]
+    assert result.tolist() == [[0.0, 1.25, 1.0], [1.0] * 3, [1.0] * 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -44,7 +44,7 @@ def examine(worker: Report, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
 
 def test_all_well(well: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     assert well["problems"] == []
-    assert set(well["seams"].values()) == {"wrapped"}
+    assert set(well["seams"].values()) == {"in place"}
     methods = [registry.get(name) for name in registry.names()]
     assert well["ours"] == {
         "estimators": [method.adv_estimator for method in methods if method.adv_estimator],

@@ -227,7 +227,7 @@ def test_without_the_frozen_statistics_it_says_where_they_come_from(
 ) -> None:
     batch = Batch()
     advantages = build("covgrpo_loss")(batch.rollout()).advantages
-    with pytest.raises(MethodError, match=r"policy loss covgrpo needs statistics .*main_ppo"):
+    with pytest.raises(MethodError, match=r"covgrpo has no covgrpo_frozen; it needs .*main_ppo"):
         batch.gradient(loss_config(), SPLITS["one"], advantages)
 
 
@@ -425,6 +425,76 @@ def test_rollout_weights_reach_every_loss(name: str) -> None:
     if not LOSSES[name].own_kl:  # a KL term is not corrected
         assert values[1] == pytest.approx(2 * values[0])
     assert values[0] != 0 and values[1] != values[0]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("where", ["old_log_prob", "log_prob", "advantages", "rollout_is_weights"])
+def test_what_is_masked_reaches_neither_loss_nor_gradient(
+    name: str, aggregation: str, where: str
+) -> None:
+    """One nan there would be in every weight of the model."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    from verl_covgrpo.verl_hooks import loss
+
+    batch = Batch()
+    rollout = batch.rollout()
+    mask_BT = rollout.response_mask
+    result = build(name)(rollout)
+    ref = torch.nn.utils.rnn.pad_sequence(batch.ref, batch_first=True)
+    config = actor_config(f"+method={name}", f"actor_rollout_ref.actor.loss_agg_mode={aggregation}")
+    given = {
+        "old_log_prob": rollout.old_log_probs,
+        "log_prob": torch.nn.utils.rnn.pad_sequence(batch.new, batch_first=True),
+        "advantages": result.advantages,
+        "rollout_is_weights": torch.full_like(result.advantages, 1.5),
+    }
+
+    def outcome(junk: float) -> tuple[float, list[float], dict[str, float]]:
+        tensors = given | {where: torch.where(mask_BT, given[where], junk)}
+        log_prob = tensors.pop("log_prob").clone().requires_grad_()
+        token = loss._DATA.set({**result.loss_fields, "ref_log_prob": ref})
+        try:
+            value, metrics = get_policy_loss_fn(LOSSES[name].loss_mode)(
+                log_prob=log_prob,
+                response_mask=mask_BT,
+                loss_agg_mode=aggregation,
+                config=config,
+                **tensors,
+            )
+        finally:
+            loss._DATA.reset(token)
+        value.backward()
+        assert log_prob.grad is not None
+        assert not log_prob.grad[~mask_BT].any()
+        return float(value), log_prob.grad[mask_BT].tolist(), metrics
+
+    clean = outcome(0.0)
+    assert clean[0] != 0
+    for junk in (torch.inf, -torch.inf, torch.nan):
+        assert outcome(junk) == clean
+
+
+def test_a_micro_batch_of_padding_rows_does_not_move_the_mean_weight() -> None:
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    from verl_covgrpo.verl_hooks import loss
+
+    rollout = Batch().rollout()
+    result = build("covgrpo_loss")(rollout)
+    token = loss._DATA.set(result.loss_fields)
+    try:
+        _, metrics = get_policy_loss_fn("covgrpo")(
+            old_log_prob=rollout.old_log_probs,
+            log_prob=rollout.old_log_probs,
+            advantages=result.advantages,
+            response_mask=torch.zeros_like(rollout.response_mask),
+            config=actor_config("+method=covgrpo_loss"),
+        )
+    finally:
+        loss._DATA.reset(token)
+    assert metrics["actor/covgrpo_loss_weight"] == 1.0
 
 
 # Where verl's own selection moves with the split

@@ -14,7 +14,7 @@ import pytest
 from verl_fixtures import child
 
 from verl_covgrpo import MethodError, seams
-from verl_covgrpo.seams import SEAMS, Seam, mismatch, replace_function, require_all
+from verl_covgrpo.seams import SEAMS, Seam, mismatch, on_import, replace_function, require_all
 
 pytestmark = pytest.mark.verl
 
@@ -161,7 +161,7 @@ def test_our_seams_are_wrapped_once_verl_has_imported_them() -> None:
         ),
         "verl.workers.utils.losses.ppo_loss": losses.ppo_loss,
     }
-    assert {where: SEAMS[where].state for where in wrapped} == dict.fromkeys(wrapped, "wrapped")
+    assert {where: SEAMS[where].state for where in wrapped} == dict.fromkeys(wrapped, "in place")
     for function in wrapped.values():
         assert function.__code__.co_filename.startswith(str(Path(seams.__file__).parent))
         assert function.__wrapped__.__name__ == function.__name__  # type: ignore[attr-defined]
@@ -241,7 +241,7 @@ def test_a_seam_waits_for_the_import(write_module: Callable[..., Any]) -> None:
     assert "seam_as_known" not in sys.modules
     assert known.state == "waits for verl to import it"
     assert load().C().f(a=4) == 8
-    assert known.state == "wrapped"
+    assert known.state == "in place"
     require_all()
 
 
@@ -263,6 +263,46 @@ def test_a_seam_whose_class_is_gone_is_refused(write_module: Callable[..., Any])
     load()
     with pytest.raises(MethodError, match=r"has no seam_gone\.C\.f"):
         require_all()
+
+
+def test_a_registry_that_moved_breaks_no_import_and_is_refused(
+    write_module: Callable[..., Any],
+) -> None:
+    load = write_module("seam_registry", "")
+    seam = on_import("seam_registry", "NAMES", lambda module: module.NAMES.append("ours"))
+    load()
+    assert "seam_registry.NAMES is not as expected (AttributeError" in seam.state
+    with pytest.raises(MethodError, match=r"seam_registry\.NAMES is not as expected"):
+        require_all()
+
+
+@pytest.mark.parametrize("name", ["ADV_ESTIMATOR_REGISTRY", "POLICY_LOSS_REGISTRY"])
+def test_verl_without_its_registries_still_runs_what_is_not_ours(name: str, tmp_path: Path) -> None:
+    code = f"""
+import verl
+import hydra
+from wrapt import when_imported
+from verl_covgrpo.seams import SEAMS
+import verl.trainer.ppo.core_algos as core_algos
+SEAMS["verl.trainer.ppo.core_algos.{name}"].error = "moved"
+del core_algos.{name}
+from verl.utils.config import validate_config
+with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+    for estimator in ("grpo", "covgrpo"):
+        overrides = [
+            "actor_rollout_ref.actor.use_dynamic_bsz=True", f"algorithm.adv_estimator={{estimator}}"
+        ]
+        config = hydra.compose("ppo_trainer", overrides=overrides)
+        try:
+            validate_config(config=config, use_reference_policy=False, use_critic=False)
+            print("goes on")
+        except SystemExit as stop:
+            print(stop.code)
+"""
+    done = child("-c", code, cwd=tmp_path)
+    lines = [line for line in done.stdout.splitlines() if "validate_config" not in line]
+    assert lines[0] == "goes on", done.stderr
+    assert lines[1].startswith("verl-covgrpo: moved.")
 
 
 def test_a_module_that_is_gone_is_refused(write_module: Callable[..., Any]) -> None:

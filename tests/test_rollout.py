@@ -5,7 +5,7 @@ import pytest
 import torch
 from batches import ragged
 
-from verl_covgrpo import MethodError, Rollout
+from verl_covgrpo import MethodError, Rollout, build, methods
 
 FIELDS = ("old_log_probs", "ref_log_probs", "entropy", "base_advantages")
 
@@ -119,6 +119,45 @@ def test_a_wrong_mask_far_down_is_found() -> None:
     batch = {"rewards": torch.zeros(3000), "response_mask": mask, "group": [0] * 3000}
     with pytest.raises(MethodError, match="row 2999, column 199"):
         Rollout(**batch)
+
+
+@pytest.mark.parametrize("name", ["rewards", "response_mask", "old_log_probs", "scores"])
+def test_what_is_no_tensor_of_numbers(name: str) -> None:
+    refused(f"{name} is not numeric", **{name: ["a", "b", "c"]})
+    refused(f"{name} is complex", **{name: torch.zeros(3, 3, dtype=torch.complex64)})
+    if name in ("rewards", "response_mask"):
+        refused(f"{name} is not numeric", **{name: None})
+
+
+@pytest.mark.parametrize("bad", [None, 5, np.array(5)])
+def test_a_group_that_is_no_list(bad: object) -> None:
+    refused("group must hold a prompt id for every row", group=bad)
+
+
+def test_a_group_with_pandas_missing_value() -> None:
+    pandas = pytest.importorskip("pandas")
+    refused("group has <NA> in row 1", group=["a", pandas.NA, "b"])
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32, torch.bool])
+@pytest.mark.parametrize("name", methods())
+def test_whole_numbers_are_a_base(name: str, kind: torch.dtype) -> None:
+    batch = ragged(seed=3)
+    mask_BT = batch["response_mask"]
+    base_BT = torch.arange(mask_BT.numel()).view(mask_BT.shape).remainder(2).to(kind)
+    given = {
+        "old_log_probs": batch["old_log_probs"],
+        "ref_log_probs": batch["old_log_probs"],
+        "entropy": torch.rand(mask_BT.shape),
+        "vocab_size": 100,
+        "extras": {"judge": batch["rewards"]},
+    }
+    parameters = {"score_key": "judge"} if name == "dagrpo" else {}
+    whole, floating = (
+        build(name, **parameters)(Rollout(**batch | given | {"base_advantages": base}))
+        for base in (base_BT, base_BT.float())
+    )
+    assert torch.equal(whole.advantages, floating.advantages)
 
 
 def test_shapes_that_disagree() -> None:

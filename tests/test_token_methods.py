@@ -14,7 +14,7 @@ from batches import REWARDS, VOCABULARY, ragged, rows_of, valid, with_policy_fie
 from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 
-from verl_covgrpo import MethodError, Reweighted, Rollout, build, registry, stats
+from verl_covgrpo import MethodError, Reweighted, Rollout, build, registry, signals, stats
 from verl_covgrpo.losses import cov_exact, reco
 from verl_covgrpo.micro_batch import MicroBatch
 
@@ -757,6 +757,22 @@ def test_the_gate_is_one_half_where_entropy_does_not_vary() -> None:
     base = torch.where(batch["response_mask"], base_of(batch), 0.0)
     for name in ("erpo", "ep_grpo"):
         torch.testing.assert_close(run(name, batch).advantages, 0.5 * base)
+
+
+@pytest.mark.parametrize("entropy", [0.1, 0.3, 0.5, 0.7, 1.3])
+@pytest.mark.parametrize("buckets", [1, 2, 5, 10])
+def test_equal_entropies_are_cut_like_ranks(entropy: float, buckets: int) -> None:
+    """After k of n tokens p = k / n: where K p is whole, rounding must not decide."""
+    for n in (10, 20, 30, 50, 100, 400):
+        rollout = Rollout(
+            rewards=torch.zeros(1),
+            response_mask=torch.ones(1, n),
+            group=["a"],
+            entropy=torch.full((1, n), entropy),
+        )
+        found = signals.buckets_by_progress(rollout, buckets).of_column[0]
+        expected = [min(buckets * k // n, buckets - 1) for k in range(1, n + 1)]
+        assert found.tolist() == [expected], n
 
 
 def test_a_response_without_entropy_is_in_the_first_bucket() -> None:

@@ -6,13 +6,20 @@ the whole batch was frozen when the rollout was made, and stands in `fields`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 Loss = tuple[torch.Tensor, dict[str, float]]
 """A scalar, and metrics with the same keys at every call."""
+
+
+class Fields(Protocol):
+    """Tensors by name."""
+
+    def __getitem__(self, name: str, /) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,7 +34,7 @@ class MicroBatch:
     """(B, T)"""
     response_mask: torch.Tensor
     """(B, T) bool"""
-    fields: Mapping[str, torch.Tensor]
+    fields: Fields
     """What `Reweighted.loss_fields` held, these rows of it."""
     clipped_loss: Callable[[torch.Tensor], Loss]
     """verl's own clipped loss (dual clip included) of advantages, (B, T)."""

@@ -35,7 +35,8 @@ class Rollout:
     """One whole batch of responses, checked when it is made.
 
     Floating fields may be bfloat16, half, float32 or float64. Where the mask is 0 they may hold
-    anything, nan included. A group without any valid token is legal. Nothing is repaired.
+    anything, nan included. A group without any valid token is legal. Nothing is repaired, and no
+    field is copied: leave the tensors alone as long as the rollout is in use.
 
     Raises:
         MethodError: shapes that disagree, a mask that is not boolean or 0/1, no valid token
@@ -77,7 +78,7 @@ class Rollout:
     """Number of groups, those without a valid token included."""
 
     def __post_init__(self) -> None:
-        mask_BT = torch.as_tensor(self.response_mask)
+        mask_BT = _tensor("response_mask", self.response_mask)
         if mask_BT.ndim != 2:
             raise MethodError(f"response_mask must be (B, T), but its shape is {_shape(mask_BT)}")
         try:
@@ -150,10 +151,8 @@ class Rollout:
 
     def _per_response(self, name: str, value: Any) -> torch.Tensor:
         """Check a (B,) field that counts for every row, also for rows without a valid token."""
-        value_B = torch.as_tensor(value).detach()
+        value_B = _floating(_tensor(name, value))
         self._check_shape(name, value_B, ndims=(1,))
-        if not value_B.is_floating_point():
-            return value_B.to(torch.get_default_dtype())
         if not bool(value_B.isfinite().all()):
             row = int(value_B.isfinite().logical_not().nonzero()[0])
             raise MethodError(f"{name} has {float(value_B[row])} in row {row}; it must be finite")
@@ -161,10 +160,7 @@ class Rollout:
 
     def _field(self, name: str, value: Any, ndims: tuple[int, ...] = (1, 2)) -> torch.Tensor:
         """Check a (B,) or (B, T) field, whose values must be finite where there are tokens."""
-        try:
-            value = torch.as_tensor(value).detach()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise MethodError(f"{name} is not numeric: {error}") from error
+        value = _floating(_tensor(name, value))
         self._check_shape(name, value, ndims)
         where = _first_not_finite(value, self.tokens)
         if where is not None:
@@ -185,7 +181,7 @@ class Rollout:
             )
 
     def _checked_final_output(self, value: Any) -> torch.Tensor:
-        final_B = torch.as_tensor(value)
+        final_B = _tensor("final_output", value)
         self._check_shape("final_output", final_B, ndims=(1,))
         size = final_B.shape[0]
         if final_B.is_floating_point() or not bool(((final_B >= 0) & (final_B < size)).all()):
@@ -213,6 +209,21 @@ class Reweighted:
     """Fields that a registered loss needs later; their first dimension is B."""
 
 
+def _tensor(name: str, value: Any) -> torch.Tensor:
+    try:
+        tensor = torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise MethodError(f"{name} is not numeric: {error}") from error
+    if tensor.is_complex():
+        raise MethodError(f"{name} is complex; it must be real")
+    return tensor
+
+
+def _floating(value: torch.Tensor) -> torch.Tensor:
+    """Whole numbers and booleans are values too."""
+    return value if value.is_floating_point() else value.to(torch.get_default_dtype())
+
+
 def _shape(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(value.shape)
 
@@ -220,7 +231,7 @@ def _shape(value: torch.Tensor) -> tuple[int, ...]:
 def _first_not_finite(value: torch.Tensor, tokens: stats.Tokens) -> tuple[int, ...] | None:
     """Return the index of the first nan or inf at a valid position; None where there is none."""
     # One number tells whether to look closer, without a temporary of the field's size.
-    if not value.is_floating_point() or bool(value.sum().isfinite()):
+    if bool(value.sum().isfinite()):
         return None
     if value.ndim == 1:
         wrong_B = (tokens.count > 0) & ~value.isfinite()
@@ -235,7 +246,10 @@ def _first_not_finite(value: torch.Tensor, tokens: stats.Tokens) -> tuple[int, .
 
 def _group_codes(group: Any, size: int) -> tuple[torch.Tensor, int]:
     """Return the (B,) codes of the groups, in the order of first appearance, and their number."""
-    ids = group.tolist() if isinstance(group, torch.Tensor | np.ndarray) else list(group)
+    try:
+        ids = list(group.tolist() if isinstance(group, torch.Tensor | np.ndarray) else group)
+    except TypeError as error:
+        raise MethodError(f"group must hold a prompt id for every row: {error}") from error
     if len(ids) != size:
         raise MethodError(f"group has {len(ids)} entries, but rewards has {size}")
     try:
@@ -243,10 +257,18 @@ def _group_codes(group: Any, size: int) -> tuple[torch.Tensor, int]:
     except TypeError as error:
         raise MethodError(f"group must hold hashable prompt ids: {error}") from error
     for code, prompt in enumerate(prompts):
-        if prompt is None or prompt != prompt:
+        if prompt is None or not _equals_itself(prompt):
             row = int((codes_B == code).nonzero()[0])
             raise MethodError(f"group has {prompt} in row {row}; every row needs a prompt id")
     return codes_B, len(prompts)
+
+
+def _equals_itself(value: Any) -> bool:
+    """False for nan, and for pandas' NA, whose comparison has no truth value."""
+    try:
+        return bool(value == value)
+    except TypeError:
+        return False
 
 
 def _codes(ids: Iterable[Any]) -> tuple[torch.Tensor, list[Any]]:

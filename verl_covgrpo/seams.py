@@ -24,7 +24,10 @@ from verl_covgrpo.errors import MethodError
 
 @dataclass
 class Seam:
-    """One wrapped function. `error` is empty while all is well; `installed` once it is wrapped."""
+    """One wrapped function, or registry that we add to.
+
+    `error` is empty while all is well; `installed` once it is wrapped, or added to.
+    """
 
     module: str
     name: str
@@ -34,7 +37,7 @@ class Seam:
 
     @property
     def state(self) -> str:
-        return self.error or ("wrapped" if self.installed else "waits for verl to import it")
+        return self.error or ("in place" if self.installed else "waits for verl to import it")
 
 
 SEAMS: dict[str, Seam] = {}
@@ -73,6 +76,24 @@ def replace_function(
             seam.installed = True
 
     when_imported(module)(wrap)
+    return seam
+
+
+def on_import(module: str, name: str, act: Callable[[ModuleType], None]) -> Seam:
+    """Call `act` with `module` as soon as it is imported; `name` is what `act` relies on in there.
+
+    What goes wrong in `act` is the seam's error, and reaches no launch that selects none of ours.
+    """
+    seam = SEAMS.setdefault(f"{module}.{name}", Seam(module, name, ()))
+
+    def run(imported: ModuleType) -> None:
+        try:
+            act(imported)
+            seam.installed = True
+        except Exception as error:
+            seam.error = f"verl {verl_version()}: {module}.{name} is not as expected ({error!r})"
+
+    when_imported(module)(run)
     return seam
 
 

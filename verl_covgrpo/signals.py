@@ -97,9 +97,10 @@ def buckets_by_progress(rollout: Rollout, size: int) -> Buckets:
         H_rw = chunk.mask_(chunk.take(H_BT), 0.0).clamp_(min=0)
         spent_rw = scratch.like(H_rw)
         torch.cumsum(H_rw, dim=1, dtype=torch.float64, out=spent_rw)
-        whole_r1 = spent_rw[:, -1:]
-        scale_r1 = torch.where(whole_r1 > 0, size / whole_r1, 0.0)
-        of_column.append(spent_rw.mul_(scale_r1).clamp_(0, size - 1).to(torch.int16))
+        whole_r1 = spent_rw[:, -1:].clone()
+        whole_r1[whole_r1 == 0] = 1.0
+        # A quotient of exact sums is exact where it is whole; with a rounded reciprocal it may not be.
+        of_column.append(spent_rw.mul_(size).div_(whole_r1).clamp_(0, size - 1).to(torch.int16))
     return Buckets(size, of_column)
 
 

@@ -1,8 +1,8 @@
 """Masked moments of rows, and of scopes made of whole rows (a prompt group, or the batch).
 
-Everything runs over chunks of rows that stay in the processor's cache, never over groups or tokens,
-and is accumulated in float64. A chunk holds rows that end at about the same column, so that little
-time goes into padding.
+Moments and weights run over chunks of rows that stay in the processor's cache, never over groups or
+tokens, and are accumulated in float64. A chunk holds rows that end at about the same column, so
+that little time goes into padding.
 
 Shape suffixes: B rows, T columns, r rows and w columns of a chunk, S scopes.
 """

@@ -81,7 +81,8 @@ def standardised_covariance_(
 ) -> torch.Tensor:
     """Turn l into u = c / s = (l - mean l) (A - mean A) / s, in place.
 
-    l is (B, T) float32 or float64, A is (B, 1) or (B, T), the others are (B, 1) float64.
+    l is (B, T), or a chunk of it, float32 or float64; A has a column or as many as l, the others
+    have one, float64.
     """
     # The mean in two parts: as a float32 alone it would shift all tokens by its rounding error.
     mean_high = mean_l.to(l.dtype)

@@ -110,7 +110,7 @@ class KLCovExact(Method):
         A = self.base_advantages(rollout)
         c = covariances(rollout, A)
         k = how_many(rollout, self.share)
-        threshold = kth_largest(rollout, c, k)
+        threshold = kth_largest(c, k)
         largest = Chosen.of(rollout, c, [c_rw >= threshold for c_rw in c])
         largest = largest[np.arange(len(largest) - k, len(largest))]
         selected_BT = torch.zeros_like(rollout.response_mask)
@@ -141,7 +141,7 @@ def how_many(rollout: Rollout, share: float) -> int:
     return max(1, math.floor(share * int(rollout.lengths.sum())))
 
 
-def kth_largest(rollout: Rollout, c: list[torch.Tensor], k: int) -> float:
+def kth_largest(c: list[torch.Tensor], k: int) -> float:
     """Return the k-th largest c among the valid tokens."""
     flat = torch.cat([c_rw.flatten() for c_rw in c]).cpu().numpy()
     return float(np.partition(flat, len(flat) - k)[len(flat) - k])

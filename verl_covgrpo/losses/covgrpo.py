@@ -53,11 +53,11 @@ class CovGRPOLoss(Method):
     def policy_loss(self, micro: MicroBatch) -> Loss:
         """Return verl's clipped loss of w~ A.
 
-        The metric `covgrpo_loss_weight` is the mean w~ of the micro-batch.
+        The metric `covgrpo_loss_weight` is the mean w~ of the micro-batch, 1 without a token.
         """
         w_BT = weights(micro.log_probs, micro.advantages, micro.response_mask, micro.fields[FROZEN])
         loss, metrics = micro.clipped_loss(micro.advantages * w_BT)
-        return loss, {**metrics, "covgrpo_loss_weight": micro.mean(w_BT)}
+        return loss, {**metrics, "covgrpo_loss_weight": 1.0 + micro.mean(w_BT - 1.0)}
 
 
 @torch.no_grad()
@@ -67,9 +67,10 @@ def weights(
     response_mask_BT: torch.Tensor,
     frozen_B4: torch.Tensor,
 ) -> torch.Tensor:
-    """Return w~ of each token, (B, T) float32, detached and finite everywhere.
+    """Return w~ of each token, (B, T) float32, detached.
 
-    It is 1 where the mask is 0, and in rows whose scope has no kernel (1/s = 0).
+    It is 1 where the mask is 0, and in rows whose scope has no kernel (1/s = 0); nan for a log-prob
+    that is nan where the mask is 1.
 
     Args:
         log_probs_BT: log pi_theta of the sampled tokens, in nats.
@@ -82,5 +83,6 @@ def weights(
         log_probs_BT.to(torch.float64, copy=True), mean_l_B1, advantages_BT, mean_A_B1, inv_s_B1
     )
     # c is 0 where A equals its mean, also for a log-prob of minus infinity.
-    counts_BT = response_mask_BT.bool() & (inv_s_B1 > 0) & ~u_BT.isnan()
+    u_BT.masked_fill_((advantages_BT == mean_A_B1) & ~log_probs_BT.isnan(), 0.0)
+    counts_BT = response_mask_BT.bool() & (inv_s_B1 > 0)
     return torch.where(counts_BT, kernel_(u_BT) * norm_B1, 1.0).float()

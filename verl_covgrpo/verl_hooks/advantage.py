@@ -16,13 +16,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from wrapt import when_imported
 
 from verl_covgrpo import registry
 from verl_covgrpo.errors import MethodError
 from verl_covgrpo.registry import Method
 from verl_covgrpo.rollout import Reweighted, Rollout
-from verl_covgrpo.seams import replace_function
+from verl_covgrpo.seams import on_import, replace_function
 from verl_covgrpo.verl_hooks import base, selection
 
 VERL_NAME = {
@@ -293,4 +292,4 @@ def install() -> None:
         _wrap_compute_advantage,
         parameters=("self", "batch", "metrics"),
     )
-    when_imported("verl.trainer.ppo.core_algos")(_register)
+    on_import("verl.trainer.ppo.core_algos", "ADV_ESTIMATOR_REGISTRY", _register)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from wrapt import when_imported
+from verl_covgrpo.seams import on_import
 
 DEMONSTRATION = "demonstration_agent"
 
@@ -15,4 +15,4 @@ def _register(agent_loop: ModuleType) -> None:
 
 
 def install() -> None:
-    when_imported("verl.experimental.agent_loop.agent_loop")(_register)
+    on_import("verl.experimental.agent_loop.agent_loop", "_agent_loop_registry", _register)

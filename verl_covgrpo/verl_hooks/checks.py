@@ -89,7 +89,10 @@ def _check_demonstrations(config: DictConfig) -> None:
 
 
 def _check_names(config: DictConfig) -> None:
-    """A name close to one of ours and unknown to verl is a slip; any other is left to verl."""
+    """A name close to one of ours and unknown to verl is a slip; any other is left to verl.
+
+    So is the name of a method in a setting where it goes by another, or by none.
+    """
     from verl.trainer.ppo import core_algos
 
     methods = [registry.get(name) for name in registry.names()]
@@ -97,19 +100,22 @@ def _check_names(config: DictConfig) -> None:
         (
             ESTIMATOR,
             str(config.algorithm.adv_estimator),
-            core_algos.ADV_ESTIMATOR_REGISTRY,
+            getattr(core_algos, "ADV_ESTIMATOR_REGISTRY", None),
             [m.adv_estimator for m in methods if m.adv_estimator],
         ),
         (
             LOSS,
             str(policy_loss_config(config).get("loss_mode")),
-            core_algos.POLICY_LOSS_REGISTRY,
+            getattr(core_algos, "POLICY_LOSS_REGISTRY", None),
             [m.loss_mode for m in methods if m.loss_mode],
         ),
     ):
-        if found in known or found in ours:
+        if known is None or found in known or found in ours or found in selection.baselines():
             continue
-        if hint := did_you_mean(found, ours, cutoff=REFUSED_FROM):
+        key = found.lower()
+        if key in registry.names() and key not in ours:
+            raise MethodError(f"{setting}={found} is no value of that setting: use +method={key}")
+        if hint := did_you_mean(key, ours, cutoff=REFUSED_FROM):
             raise MethodError(f"{setting}={found} is unknown{hint}")
 
 
@@ -136,6 +142,11 @@ def _check_loss_section(loss: Any) -> None:
     methods = [method for method in map(registry.get, registry.names()) if method.loss_mode]
     targets = {selection.target(method): method for method in methods}
     chosen = targets.get(str(loss.get("_target_")))
+    if chosen is not None and loss.get("loss_mode") != chosen.loss_mode:
+        raise MethodError(
+            f"{selection.POLICY_LOSS}._target_ is that of {chosen.name}, but {LOSS}="
+            f"{loss.get('loss_mode')}: set {LOSS}={chosen.loss_mode}, or delete _target_"
+        )
     chosen_parameters = registry.loss_parameters(chosen.name) if chosen else {}
     for key in set(loss) - {"_target_"} - _policy_loss_keys() - set(chosen_parameters):
         owners = [method for method in methods if key in registry.loss_parameters(method.name)]

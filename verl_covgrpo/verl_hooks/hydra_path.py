@@ -6,9 +6,8 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from wrapt import when_imported
-
 from verl_covgrpo.errors import did_you_mean
+from verl_covgrpo.seams import on_import
 
 CONFIGS = "pkg://verl_covgrpo.conf"
 
@@ -48,4 +47,4 @@ def _extend(_: ModuleType) -> None:
 
 
 def install() -> None:
-    when_imported("hydra")(_extend)
+    on_import("hydra", "plugins", _extend)

@@ -7,41 +7,34 @@ registered function reads them from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
 import torch
-from wrapt import when_imported
 
 from verl_covgrpo import registry
 from verl_covgrpo.errors import MethodError
 from verl_covgrpo.micro_batch import MicroBatch
 from verl_covgrpo.registry import Method
-from verl_covgrpo.seams import replace_function
+from verl_covgrpo.seams import on_import, replace_function
 from verl_covgrpo.verl_hooks import selection
 from verl_covgrpo.verl_hooks.advantage import ELSEWHERE
 
 _DATA: ContextVar[Any] = ContextVar("verl_covgrpo_micro_batch", default=None)
 
 
-class FrozenFields(Mapping[str, torch.Tensor]):
+class FrozenFields:
     """The fields of the current micro-batch by name, padded like the log-probs."""
 
     def __init__(self, method: str) -> None:
         self.method = method
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(_DATA.get() or ())
-
-    def __len__(self) -> int:
-        return len(_DATA.get() or ())
-
     def __getitem__(self, name: str) -> torch.Tensor:
         data = _DATA.get()
-        if data is None or name not in data:
-            raise MethodError(f"the policy loss {self.method} {ELSEWHERE}")
+        if data is None or name not in data.keys():  # noqa: SIM118, a TensorDict has no `in`
+            raise MethodError(f"the policy loss {self.method} has no {name}; it {ELSEWHERE}")
         value = data[name]
         return value.to_padded_tensor(0.0) if value.is_nested else value
 
@@ -60,6 +53,13 @@ def policy_loss(method: type[Method]) -> Callable[..., tuple[torch.Tensor, dict[
         rollout_is_weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn
+
+        mask_BT = response_mask.bool()
+        # Where the mask is 0 anything may stand, and verl's sums over responses multiply it by 0.
+        log_prob = torch.where(mask_BT, log_prob, 0.0)
+        old_log_prob = torch.where(mask_BT, old_log_prob, 0.0)
+        if rollout_is_weights is not None:
+            rollout_is_weights = torch.where(mask_BT, rollout_is_weights, 0.0)
 
         def clipped_loss(advantages_BT: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
             return get_policy_loss_fn("vanilla")(
@@ -82,7 +82,6 @@ def policy_loss(method: type[Method]) -> Callable[..., tuple[torch.Tensor, dict[
                 **config.global_batch_info,
             )
 
-        mask_BT = response_mask.bool()
         given = selection.given_to_loss(method, config.policy_loss)
         loss, metrics = registry.build(method.name, **given).policy_loss(
             MicroBatch(
@@ -134,4 +133,4 @@ def install() -> None:
         _wrap_ppo_loss,
         parameters=("config", "model_output", "data", "dp_group"),
     )
-    when_imported("verl.trainer.ppo.core_algos")(_register)
+    on_import("verl.trainer.ppo.core_algos", "POLICY_LOSS_REGISTRY", _register)

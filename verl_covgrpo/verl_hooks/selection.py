@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,6 +15,14 @@ from verl_covgrpo.registry import Method
 
 MARKER = "method"
 """`algorithm.method`, set by each method YAML: tells an override that beat the YAML."""
+
+
+@cache
+def baselines() -> frozenset[str]:
+    """The values of `+method=` that stand for settings of verl's own."""
+    yamls = files("verl_covgrpo.conf").joinpath("method").iterdir()
+    stems = {path.name.removesuffix(".yaml") for path in yamls if path.name.endswith(".yaml")}
+    return frozenset(stems - set(registry.names()))
 
 
 @dataclass(frozen=True)
