@@ -67,12 +67,12 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
         [f"{LOSS}.loss_mode=CovGRPO is unknown", "did you mean 'covgrpo'"],
     ),
     "class of a loss that is not selected": (
-        [f"+{LOSS}._target_={TARGET}", f"+{LOSS}.scope=group"],
+        [f"{LOSS}._target_={TARGET}", f"+{LOSS}.scope=group"],
         [f"{LOSS}._target_ is that of covgrpo_loss", f"set {LOSS}.loss_mode=covgrpo"],
     ),
     "class of another loss": (
         [
-            f"+{LOSS}._target_={TARGET.replace('covgrpo_loss', 'sent')}",
+            f"{LOSS}._target_={TARGET.replace('covgrpo_loss', 'sent')}",
             f"{LOSS}.loss_mode=covgrpo",
         ],
         [f"{LOSS}._target_ is that of sent", f"set {LOSS}.loss_mode=sent"],

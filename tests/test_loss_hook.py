@@ -239,7 +239,9 @@ def test_a_micro_batch_is_forgotten_after_its_loss() -> None:
     config = actor_config("+method=covgrpo_loss")
     batch.gradient(config, SPLITS["one"], result.advantages, result.loss_fields)
     ones = torch.ones(2, 3)
-    with pytest.raises(MethodError, match="policy loss covgrpo needs statistics"):
+    with pytest.raises(
+        MethodError, match="policy loss covgrpo has no covgrpo_frozen; it needs statistics"
+    ):
         get_policy_loss_fn("covgrpo")(
             old_log_prob=ones, log_prob=ones, advantages=ones, response_mask=ones, config=config
         )
@@ -468,7 +470,7 @@ def test_what_is_masked_reaches_neither_loss_nor_gradient(
         value.backward()
         assert log_prob.grad is not None
         assert not log_prob.grad[~mask_BT].any()
-        return float(value), log_prob.grad[mask_BT].tolist(), metrics
+        return float(value.detach()), log_prob.grad[mask_BT].tolist(), metrics
 
     clean = outcome(0.0)
     assert clean[0] != 0

@@ -99,7 +99,7 @@ def buckets_by_progress(rollout: Rollout, size: int) -> Buckets:
         torch.cumsum(H_rw, dim=1, dtype=torch.float64, out=spent_rw)
         whole_r1 = spent_rw[:, -1:].clone()
         whole_r1[whole_r1 == 0] = 1.0
-        # A quotient of exact sums is exact where it is whole; with a rounded reciprocal it may not be.
+        # Exact where it is whole, which the product with a rounded reciprocal is not.
         of_column.append(spent_rw.mul_(size).div_(whole_r1).clamp_(0, size - 1).to(torch.int16))
     return Buckets(size, of_column)
 

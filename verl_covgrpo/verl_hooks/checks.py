@@ -41,6 +41,7 @@ def check(config: DictConfig, use_reference_policy: bool) -> None:
     _check_sections(config, selected)
     if not selected:
         return
+    require_all()
     _check_single_form(selected)
     for method in selected.methods:
         _check_registered(method)
@@ -50,7 +51,6 @@ def check(config: DictConfig, use_reference_policy: bool) -> None:
             raise MethodError(f"{selection.section(method)}.score_key is not set: {UNSET}")
         if not selection.loss_only(method):
             base.check(instance.base, f"{selection.section(method)}.base")
-    require_all()
 
 
 def _check_marker(config: DictConfig) -> None:
