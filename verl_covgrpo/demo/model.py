@@ -128,6 +128,16 @@ def _supervised(tokenizer: Any, entries: list[dict[str, Any]], answer: str) -> l
     ]
 
 
+def _drawn(
+    bare: list[Supervised], wordy: list[Supervised], settings: WarmStart, draw: random.Random
+) -> list[Supervised]:
+    """Draw a batch of different questions, each with its bare or its wordy answer."""
+    return [
+        (wordy if draw.random() < settings.wordy_answers else bare)[i]
+        for i in draw.sample(range(len(bare)), settings.batch_size)
+    ]
+
+
 def _padded(rows: list[Supervised], pad_token_id: int) -> dict[str, torch.Tensor]:
     """Prompt and answer, right-padded; only the answer and its end are learnt."""
     width = max(len(prompt) + len(answer) for prompt, answer in rows)
@@ -158,11 +168,7 @@ def _make_tiny(settings: WarmStart, folder: Path, progress: Progress) -> None:
     for step in range(1, settings.most_steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * min(1.0, step / settings.rise_steps)
-        chosen = [
-            (wordy if draw.random() < settings.wordy_answers else bare)[i]
-            for i in draw.sample(range(len(examples)), settings.batch_size)
-        ]
-        batch = _padded(chosen, tokenizer.pad_token_id)
+        batch = _padded(_drawn(bare, wordy, settings, draw), tokenizer.pad_token_id)
         model(**batch).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
